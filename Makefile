@@ -1,0 +1,70 @@
+# Every target works on a fresh machine: what it needs is installed into .venv first.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SEED ?= 1
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint fmt types cover proto docs sim chaos bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## create .venv with everything and compile the numba kernels
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 setup")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m moe_serve.warm_kernels
+	@touch $@
+
+demo: setup  ## watch experts move while a model writes text
+	$(BIN)/moe-serve demo
+
+test: setup  ## all tests but the slow ones
+	$(PYTEST) -m 'not slow'
+
+test-all: setup  ## all tests, with the coverage of both packages
+	$(PYTEST) --cov --cov-report=
+	$(MAKE) cover
+
+cover:  ## report the coverage that test-all measured
+	$(BIN)/coverage report --include='placement/*' --fail-under=100
+	$(BIN)/coverage report --include='moe_serve/*' --fail-under=85
+
+lint: setup types  ## format, lint, import contracts, protos, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/buf lint protos
+
+fmt: setup  ## format and mend what the linter can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup  ## mypy --strict on both packages
+	$(BIN)/mypy
+
+proto: setup  ## regenerate moe_serve/rpc/v1 from protos/
+	$(BIN)/python protos/generate.py
+
+docs: setup  ## check links, the tree and the module names of docs/
+	$(PYTEST) tests/architecture/test_docs.py
+
+sim: setup  ## run the simulator's tests: make sim SEED=7
+	$(PYTEST) tests/simulation -p no:randomly --seed $(SEED)
+
+chaos: setup  ## kill, pause and partition parts of a running service
+	$(PYTEST) tests/chaos
+
+bench: setup  ## ratios of the data path and of the compute backends
+	$(BIN)/python -m benchmarks.dataplane
+	$(BIN)/python -m benchmarks.compute
+
+clean:  ## remove what tools and builds left; .venv stays
+	rm -rf build dist .coverage .coverage.* htmlcov .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find moe_serve placement tests benchmarks protos -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

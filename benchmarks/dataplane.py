@@ -1,0 +1,126 @@
+"""The data path in ratios of one run: wire to Ray calls, stream to unary, bytes, overhead.
+
+    python -m benchmarks.dataplane --json FILE
+
+Responsible for the order of the parts, the table and the file. A missed bar is printed and written,
+and the program still exits 0; it raises where an output is wrong. About two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.environment import record, use_one_thread, write_json
+
+if TYPE_CHECKING:
+    from benchmarks.dataplane_report import Report
+
+BLOCKS = 16
+"""Blocks of each way at a size; even, so that each way comes first equally often."""
+FAN_OUT_CALLS = {1: 10, 8: 10, 64: 8, 512: 3}
+"""Tokens of a call -> calls of a block."""
+THIN_CALLS = {1: 30, 8: 30, 64: 15, 512: 3}
+FULL_CALLS = {1: 15, 8: 6, 64: 3, 512: 1}
+BYTES_SHAPES = ((512, 4), (512, 8))
+"""(tokens, experts a token): enough tokens that chance moves the rows by less than a percent."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print, and write the JSON file if asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dataplane", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write results to this file")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+
+    use_one_thread()  # before anything below imports numpy
+    from benchmarks.dataplane_ray import local_ray
+
+    environment = record("dataplane", options.seed)
+    _say(*environment.lines())
+    with local_ray() as folder:
+        from benchmarks.dataplane_fleet import actor_environment
+        from benchmarks.dataplane_report import Report
+
+        os.environ.update(actor_environment())  # read by the processes started from here on
+        report = Report()
+        _thin_part(folder, options.seed, report)
+        _full_part(folder, options.seed, report)
+    _say(*report.verdicts())
+    ended = os.getloadavg()
+    _say(f"  load at the end {', '.join(f'{load:.1f}' for load in ended)}")
+    if options.json is not None:
+        write_json(options.json, environment, {"load_average_at_end": ended, **report.document()})
+        _say(f"written: {options.json}")
+    return 0
+
+
+def _thin_part(folder: Path, seed: int, report: Report) -> None:
+    """Parts a, b, c, and the overhead of the path alone, with experts that cost next to nothing."""
+    import ray
+
+    from benchmarks.dataplane_fleet import NUM_SHARDS, running_fleet
+    from benchmarks.dataplane_model import THIN, token_batch, write_checkpoint
+
+    checkpoint = write_checkpoint(folder / "thin", THIN, seed)
+    with running_fleet(checkpoint, folder / "manifests", THIN) as fleet:
+        for tokens, calls in FAN_OUT_CALLS.items():
+            batch = token_batch(THIN, tokens, 4, seed)
+            times = ray.get(fleet.fan_out.measure.remote(batch, BLOCKS, calls))
+            report.add_fan_out(tokens, batch.label, times)
+        _say(*report.fan_out_lines())
+        for tokens, top_k in BYTES_SHAPES:
+            batch = token_batch(THIN, tokens, top_k, seed)
+            counted = ray.get(fleet.fan_out.count_bytes.remote(batch))
+            report.add_bytes(batch.label, top_k, NUM_SHARDS, counted)
+        _say(*report.bytes_lines())
+        for tokens, calls in THIN_CALLS.items():
+            _paths(fleet, token_batch(THIN, tokens, 4, seed), calls, report)
+        _say(*report.stream_lines(), *report.overhead_lines(THIN))
+
+
+def _full_part(folder: Path, seed: int, report: Report) -> None:
+    """The whole path with experts of a real size."""
+    from benchmarks.dataplane_fleet import running_fleet
+    from benchmarks.dataplane_model import FULL, token_batch, write_checkpoint
+
+    checkpoint = write_checkpoint(folder / "full", FULL, seed)
+    with running_fleet(checkpoint, folder / "manifests", FULL) as fleet:
+        for tokens, calls in FULL_CALLS.items():
+            _paths(fleet, token_batch(FULL, tokens, FULL.top_k, seed), calls, report)
+        _say(*report.overhead_lines(FULL))
+
+
+def _paths(fleet: Any, batch: Any, calls: int, report: Report) -> None:
+    """Client paths of one batch, from a process of its own."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    from benchmarks.dataplane_client import measure_paths
+
+    before_s = fleet.compute_s()
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as front_end:
+        times = front_end.submit(
+            measure_paths,
+            fleet.router,
+            fleet.checkpoint,
+            fleet.manifests,
+            fleet.size,
+            batch,
+            BLOCKS,
+            calls,
+        ).result()
+    report.add_paths(fleet.size, batch, times, fleet.compute_s() - before_s)
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Service file -> what each part is told: plain frozen settings, the same on every node and after
+every restart.
+
+Responsible for turning `ServiceConfig` into ShardSettings and RouterSettings. Starts nothing.
+Called by the fleet (in the controller's process) and by `service`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from moe_serve.bootstrap.size import rank_slots
+from moe_serve.config import ServiceConfig
+from moe_serve.errors import StartRefused
+from moe_serve.router.faults import ContributionFault
+from moe_serve.router.settings import RouterSettings
+from moe_serve.rpc.options import RpcLimits
+from moe_serve.shard.compute.base import ExpertSpec
+from moe_serve.shard.compute.build import backend_derived_bytes
+from moe_serve.shard.settings import ShardSettings
+from moe_serve.shard.work_queue import QueueLimits
+from moe_serve.weights import Checkpoint, WeightsError
+from moe_serve.wire.security import CurveKeys
+from moe_serve.wire.sockets import WireOptions
+from placement.topology import DeviceProfile, MoeSpec
+
+PACKAGE_PREFIX = "package:"
+"""A checkpoint inside this package: `package:tiny_moe`."""
+
+
+def checkpoint_folder(name: str) -> str:
+    """Folder of a checkpoint as the service file names it. Raises StartRefused where it is not
+    there."""
+    if name.startswith(PACKAGE_PREFIX):
+        inside = name.removeprefix(PACKAGE_PREFIX)
+        if inside != "tiny_moe":
+            raise StartRefused(f"checkpoint {name!r}: the package holds only package:tiny_moe")
+        folder = Path(str(resources.files("moe_serve.demo").joinpath("tiny_moe")))
+    else:
+        folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise StartRefused(f"checkpoint {name!r} is not a folder on this machine")
+    return str(folder)
+
+
+def moe_spec(config: ServiceConfig) -> tuple[MoeSpec, tuple[int, ...]]:
+    """Spec of the served model, and the checkpoint layer of each MoE layer.
+
+    A slot costs what the costliest backend of the fleet needs, so that any rank may hold any
+    expert. Raises StartRefused naming what is wrong with the checkpoint.
+    """
+    model = config.model
+    try:
+        opened = Checkpoint.open(checkpoint_folder(model.checkpoint), model.name).spec
+    except WeightsError as error:
+        raise StartRefused(f"checkpoint {model.checkpoint}: {error}") from error
+    expert = ExpertSpec(opened.hidden_size, opened.intermediate_size, model.dtype)
+    derived = max(backend_derived_bytes(group.backend, expert) for group in config.fleet.ranks)
+    spec = MoeSpec(
+        model=model.name,
+        weights_version=model.weights_version,
+        num_layers=opened.num_layers,
+        num_experts=opened.num_experts,
+        top_k=opened.top_k,
+        hidden_size=opened.hidden_size,
+        intermediate_size=opened.intermediate_size,
+        expert_bytes=expert.canonical_bytes,
+        slot_bytes=expert.held_bytes + derived,
+    )
+    return spec, opened.layer_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsPlan:
+    """Everything a part's settings are made from. Picklable; crosses only through actor
+    constructors."""
+
+    config: ServiceConfig
+    spec: MoeSpec
+    checkpoint_layers: tuple[int, ...]
+    state_dir: str
+    wire_keys: CurveKeys | None
+    fault: ContributionFault | None = None
+    """Deliberate fault of every router, for the demo's `--inject`."""
+
+    def profile(self, name: str) -> DeviceProfile:
+        """Declared device figures."""
+        for profile in self.config.profiles:
+            if profile.name == name:
+                return DeviceProfile(**profile.model_dump())
+        raise KeyError(f"profile {name!r} is not declared")
+
+    def shard_settings(
+        self, rank: int, incarnation: int, *, node: str, failure_domain: str, host: str
+    ) -> ShardSettings:
+        """Settings of one shard incarnation on a node."""
+        config = self.config
+        group = config.fleet.group_of(rank)
+        slots = rank_slots(config, rank, self.spec.slot_bytes)
+        limits = config.limits
+        return ShardSettings(
+            rank=rank,
+            incarnation=incarnation,
+            node=node,
+            failure_domain=failure_domain,
+            profile=self.profile(group.profile),
+            backend=group.backend,
+            device=group.device,
+            dtype=config.model.dtype,
+            num_slots=slots,
+            budget_bytes=slots * self.spec.slot_bytes,
+            checkpoint=checkpoint_folder(config.model.checkpoint),
+            manifest_dir=str(Path(self.state_dir) / "manifests"),
+            model_name=self.spec.model,
+            weights_version=self.spec.weights_version,
+            host=host,
+            client_keys=self.wire_keys,
+            wire=WireOptions(message_bytes_max=limits.max_message_bytes),
+            queue=QueueLimits(rows_max=limits.max_queue_rows),
+            copy_bytes_per_s=float(limits.copy_bytes_per_s),
+            ledger_rows_max=limits.ledger_rows_max,
+        )
+
+    def router_settings(
+        self, router: str, incarnation: int, *, node: str, host: str, port: int
+    ) -> RouterSettings:
+        """Settings of one router incarnation on a node. Router names end in their number."""
+        config = self.config
+        security = config.security
+        return RouterSettings(
+            router=router,
+            router_number=int(router.rsplit("-", 1)[1]),
+            incarnation=incarnation,
+            spec=self.spec,
+            node=node,
+            host=host,
+            port=port,
+            checkpoint_layers=self.checkpoint_layers,
+            simulated=any(group.backend == "emulated" for group in config.fleet.ranks),
+            limits=RpcLimits(max_message_bytes=config.limits.max_message_bytes),
+            max_open_rows=config.limits.max_rows_in_flight,
+            ledger_entries=config.limits.ledger_rows_max,
+            fault=self.fault,
+            token_file=security.token_file,
+            tls_certificate=security.tls_cert_file,
+            tls_key=security.tls_key_file,
+            accept_insecure=security.accept_insecure,
+        )

@@ -1,0 +1,83 @@
+"""The service record: a small file that tells the CLI on this machine where a running service is.
+
+Written by `up`, removed by `down`. Holds addresses and process ids, never a secret.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from moe_serve.errors import NotFound
+
+
+class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a running service is. `ray_pids` are the Ray nodes `up` started itself (and `down`
+    ends), else empty."""
+
+    service: str
+    ray_address: str
+    namespace: str
+    admin_address: str
+    router_addresses: tuple[str, ...]
+    dashboard_url: str
+    config_file: str
+    network: str
+    ray_pids: tuple[int, ...] = ()
+    ray_temp_dir: str = ""
+    token_file: str = ""
+    tls_ca_file: str = ""
+
+
+def state_home() -> Path:
+    """Folder of all state of this user: $XDG_STATE_HOME/moe-serve or ~/.local/state/moe-serve."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "moe-serve"
+
+
+def service_dir(service: str, state_dir: Path | None = None) -> Path:
+    """Folder of one service's journal, manifest cache, keys and record; made on demand, mode
+    0700."""
+    folder = state_dir if state_dir is not None else state_home() / service
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _record_file(service: str) -> Path:
+    return state_home() / f"{service}.service.json"
+
+
+def write_record(record: ServiceRecord) -> None:
+    """Write the record so that a reader sees the old one or the new one, never half of it."""
+    file = _record_file(record.service)
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fresh = file.with_suffix(f".{os.getpid()}.tmp")
+    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2))
+    fresh.replace(file)
+
+
+def read_record(service: str = "") -> ServiceRecord:
+    """Record of a service; of the only one where no name is given. Raises NotFound naming what
+    there is."""
+    found = sorted(state_home().glob("*.service.json"))
+    if service:
+        found = [file for file in found if file.name == f"{service}.service.json"]
+    if len(found) != 1:
+        names = ", ".join(file.name.removesuffix(".service.json") for file in found) or "none"
+        raise NotFound(
+            f"no single service record under {state_home()} (found: {names}); "
+            "start one with `moe-serve up -f FILE` or give --address"
+        )
+    try:
+        return msgspec.json.decode(found[0].read_bytes(), type=ServiceRecord)
+    except msgspec.DecodeError as error:
+        raise NotFound(
+            f"{found[0]} is damaged ({error}); remove it and run `moe-serve up` again"
+        ) from error
+
+
+def remove_record(service: str) -> None:
+    """Forget a service."""
+    _record_file(service).unlink(missing_ok=True)

@@ -1,0 +1,276 @@
+"""Bring a service up on a Ray cluster and take it down: what `moe-serve up`, `down` and `demo` do.
+
+Responsible for the order of things and for leaving nothing behind where a start fails. Decides
+nothing about experts: from `start` on, the controller does everything. Every wait has a deadline;
+every refusal is one line (StartRefused).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_serve.bootstrap.local_ray import LocalRay, ensure_auth, start_local_ray, stop_local_ray
+from moe_serve.bootstrap.parts import PartsPlan, moe_spec
+from moe_serve.bootstrap.preflight import NodeCheck, preflight
+from moe_serve.bootstrap.ray_auth import check_ray_auth
+from moe_serve.bootstrap.record import (
+    ServiceRecord,
+    read_record,
+    remove_record,
+    service_dir,
+    write_record,
+)
+from moe_serve.bootstrap.size import size_report
+from moe_serve.config import ServiceConfig
+from moe_serve.errors import StartRefused
+from moe_serve.router.faults import ContributionFault
+from moe_serve.wire.security import CurveKeys
+
+READY_TIMEOUT_S = 180.0
+"""Longest wait for every expert to have a listed replica and every router to be ready."""
+DOWN_TIMEOUT_S = 60.0
+"""Longest wait for the controller to end its parts; after it they are ended by name."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A service that is ready. Addresses are host:port."""
+
+    service: str
+    admin_address: str
+    router_addresses: tuple[str, ...]
+    dashboard_url: str
+
+
+def up(
+    config: ServiceConfig,
+    *,
+    config_file: str,
+    address: str = "",
+    ship: bool = False,
+    wait_s: float = READY_TIMEOUT_S,
+    progress: Progress = lambda line: None,
+    on_checks: Callable[[list[NodeCheck]], None] = lambda checks: None,
+) -> ServiceRecord:
+    """Deploy a service and leave it running.
+
+    Args:
+        config: the checked service file.
+        config_file: its path, for the record.
+        address: of a running Ray cluster; empty = start a local one.
+        ship: send this machine's moe_serve and placement packages to every node.
+        wait_s: longest wait until the service is ready.
+        progress: called with a line of text at each step.
+        on_checks: called with the preflight's rows before they are judged.
+
+    Raises:
+        StartRefused: one line with the reason; nothing is left running.
+    """
+    folder = service_dir(config.service, config.state_dir)
+    local: LocalRay | None = None
+    if not address:
+        ensure_auth(folder)
+    if warning := check_ray_auth(config, os.environ, Path.home()):
+        progress(warning)
+    if not address:
+        progress("starting a local Ray cluster")
+        local = start_local_ray(Path(tempfile.mkdtemp(prefix="moe-")))
+    try:
+        with connected(address or (local.address if local else ""), ship=ship):
+            found = deploy(config, wait_s=wait_s, progress=progress, on_checks=on_checks)
+    except BaseException:
+        if local is not None:
+            stop_local_ray(local.pids, local.temp_dir)
+        raise
+    record = ServiceRecord(
+        service=config.service,
+        ray_address=address or (local.address if local else ""),
+        namespace="moe_serve",
+        admin_address=found.admin_address,
+        router_addresses=found.router_addresses,
+        dashboard_url=found.dashboard_url,
+        config_file=str(Path(config_file).resolve()) if config_file else "",
+        network=config.network,
+        ray_pids=local.pids if local else (),
+        ray_temp_dir=local.temp_dir if local else "",
+        token_file=str(config.security.token_file or ""),
+        tls_ca_file=str(config.security.tls_ca_file or ""),
+    )
+    write_record(record)
+    return record
+
+
+def down(service: str = "", *, progress: Progress = lambda line: None) -> ServiceRecord:
+    """End a running service and, where `up` started it, its Ray cluster. Returns the record it had.
+
+    Raises NotFound where there is no such service.
+    """
+    record = read_record(service)
+    if record.ray_pids:
+        ensure_auth(service_dir(record.service))
+    try:
+        with connected(record.ray_address):
+            progress("ending routers, shards and controller")
+            undeploy(record.service)
+    except (ConnectionError, StartRefused) as error:
+        # The cluster is gone already, and the actors with it; ours is ended by process id below.
+        progress(f"Ray at {record.ray_address} does not answer ({error}); the record is removed")
+    if record.ray_pids:
+        progress("ending the local Ray cluster")
+        stop_local_ray(record.ray_pids, record.ray_temp_dir)
+    remove_record(record.service)
+    return record
+
+
+@contextlib.contextmanager
+def connected(address: str, *, ship: bool = False) -> Iterator[None]:
+    """Be a driver of a Ray cluster for a while. Raises StartRefused where it cannot be reached."""
+    import ray
+    from ray.exceptions import RayError
+
+    modules = [str(folder) for folder in package_folders()] if ship else []
+    try:
+        ray.init(
+            address=address,
+            namespace="moe_serve",
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            runtime_env={"py_modules": modules} if modules else None,
+        )
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise StartRefused(f"cannot join Ray at {address}: {lines[0]}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def package_folders() -> tuple[Path, Path]:
+    """Folders of the two packages, as this machine imports them."""
+    import moe_serve
+    import placement
+
+    return Path(moe_serve.__path__[0]), Path(placement.__path__[0])
+
+
+def deploy(
+    config: ServiceConfig,
+    *,
+    wait_s: float = READY_TIMEOUT_S,
+    progress: Progress = lambda line: None,
+    on_checks: Callable[[list[NodeCheck]], None] = lambda checks: None,
+    fault: ContributionFault | None = None,
+    fail_point: str | None = None,
+) -> Deployed:
+    """Create the controller and wait until the service is ready, on the Ray cluster this process is
+    connected to.
+
+    Raises StartRefused; every actor of the service is ended then.
+    """
+    from moe_serve.bootstrap.fleet import actor_names, alive_nodes
+
+    running = actor_names(config.service)
+    if running:
+        raise StartRefused(
+            f"service {config.service!r} is running already ({len(running)} actors); "
+            f"`moe-serve down` ends it, or choose another `service:` name"
+        )
+    spec, checkpoint_layers = moe_spec(config)
+    sizes = size_report(config, spec)
+    if not sizes.fits:
+        raise StartRefused(
+            f"{sizes.missing_bytes} bytes of slots missing: {sizes.num_keys} experts and "
+            f"{sizes.staging_slots} staging slots a rank need more than {sizes.total_slots} slots "
+            f"of {sizes.slot_bytes} bytes; raise fleet.ranks budget or slots"
+        )
+    nodes = alive_nodes()
+    if config.network == "loopback" and len({node.ip for node in nodes}) > 1:
+        raise StartRefused(
+            f"network: loopback reaches one machine, the cluster has {len({n.ip for n in nodes})}; "
+            "set network: cluster"
+        )
+    folder = service_dir(config.service, config.state_dir)
+    need = max(group.budget_bytes for group in sizes.groups)
+    progress("checking every node")
+    checks = preflight(config, nodes, str(folder), need)
+    on_checks(checks)
+    broken = [f"node {item.facts.node}: {item.problems[0]}" for item in checks if item.problems]
+    if broken:
+        raise StartRefused(
+            f"{broken[0]}" + (f" (and {len(broken) - 1} more nodes)" if broken[1:] else "")
+        )
+    plan = PartsPlan(
+        config=config,
+        spec=spec,
+        checkpoint_layers=checkpoint_layers,
+        state_dir=str(folder),
+        wire_keys=CurveKeys.generate() if config.network == "cluster" else None,
+        fault=fault,
+    )
+    try:
+        return _start(plan, wait_s, progress, fail_point)
+    except BaseException:
+        undeploy(config.service)
+        raise
+
+
+def _start(plan: PartsPlan, wait_s: float, progress: Progress, fail_point: str | None) -> Deployed:
+    import ray
+
+    from moe_serve.bootstrap.controller_parts import create_controller, create_dashboard
+
+    config = plan.config
+    progress("starting the controller")
+    controller = create_controller(plan, fail_point)
+    deadline_s = time.monotonic() + wait_s
+    started: Mapping[str, Any] = ray.get(controller.start.remote(), timeout=wait_s)
+    if started["fault"]:
+        raise StartRefused(str(started["fault"]))
+    progress("filling the ranks and waiting for the first routing table")
+    while True:
+        state: Mapping[str, Any] = ray.get(controller.describe.remote(), timeout=30.0)
+        if state["ready"]:
+            break
+        if time.monotonic() > deadline_s:
+            problems: Sequence[str] = state["problems"]
+            raise StartRefused(
+                f"not ready within {wait_s:g} s: {problems[0] if problems else 'no reason given'}"
+            )
+        time.sleep(0.1)
+    admin = str(state["admin_address"])
+    url = create_dashboard(plan, admin) if config.dashboard else ""
+    return Deployed(config.service, admin, tuple(state["router_addresses"]), url)
+
+
+def undeploy(service: str) -> None:
+    """End every actor of a service: by the controller's own list first, then by name. Blocks."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+
+    from moe_serve.bootstrap.fleet import (
+        NAMESPACE,
+        actor_names,
+        controller_name,
+        kill_actor,
+    )
+
+    controller = controller_name(service)
+    if controller in actor_names(service):
+        with contextlib.suppress(RayError, GetTimeoutError, ValueError):
+            # A controller that cannot end its parts any more is ended below, and they by name.
+            handle = ray.get_actor(controller, namespace=NAMESPACE)
+            ray.get(handle.down.remote(), timeout=DOWN_TIMEOUT_S)
+        kill_actor(controller)
+    for name in actor_names(service):
+        kill_actor(name)

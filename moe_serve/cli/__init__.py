@@ -1,0 +1,13 @@
+"""The command line, `moe-serve`: an admin client, and the way into `bootstrap`, `demo` and replay.
+
+Responsible for arguments, text for people and exit codes. Must never hold a rule of placement, nor
+talk to a running service other than through its admin port and `bootstrap`. Ray is imported only
+inside the commands that start or end a service.
+"""
+
+
+def main() -> None:
+    """Run the command line of this process and exit with its code."""
+    from moe_serve.cli.app import app
+
+    app(prog_name="moe-serve")

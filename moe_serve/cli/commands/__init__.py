@@ -1,0 +1,1 @@
+"""One module a topic. A command reads its arguments, asks somebody else one thing, and prints."""

@@ -1,0 +1,179 @@
+"""`validate`, `up`, `down`: from a service file to a running service and back."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from moe_serve.bootstrap.preflight import NodeCheck
+from moe_serve.bootstrap.record import read_record
+from moe_serve.bootstrap.size import SizeReport
+from moe_serve.cli.exits import ExitCode
+from moe_serve.cli.options import FileOption, OutputOption
+from moe_serve.cli.output import Output, OutputFormat
+from moe_serve.cli.service_file import read_service_file
+from moe_serve.cli.views.deployment import (
+    intent_line,
+    nodes_parts,
+    nodes_plain,
+    record_parts,
+    record_plain,
+    size_parts,
+    size_plain,
+)
+from moe_serve.config import ConfigInvalid, ServiceConfig
+
+
+def validate(
+    file: FileOption,
+    show_effective: Annotated[
+        bool, typer.Option("--show-effective", help="Print every field, defaults included.")
+    ] = False,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Check a service file; print every fault with its line and column."""
+    out = Output(output)
+    try:
+        config = read_service_file(file)
+    except ConfigInvalid as error:
+        faults = [
+            {
+                "file": one.file,
+                "line": one.line,
+                "column": one.column,
+                "field": one.field,
+                "problem": one.problem,
+            }
+            for one in error.faults
+        ]
+        out.data({"valid": False, "faults": faults}, [str(one) for one in error.faults])
+        raise typer.Exit(ExitCode.USAGE) from error
+    shown = json.loads(config.model_dump_json())
+    fleet = config.fleet
+    text = (
+        f"{file}: valid; service {config.service}, model {config.model.name}, "
+        f"{fleet.num_ranks} ranks, {fleet.routers} routers, network {config.network}"
+    )
+    effective = [json.dumps(shown, indent=2)] if show_effective else []
+    out.data({"valid": True, "faults": [], "effective": shown}, [text, *effective])
+
+
+def up(
+    file: FileOption,
+    ray_address: Annotated[
+        str,
+        typer.Option(
+            envvar="RAY_ADDRESS",
+            metavar="HOST:PORT",
+            help="A running Ray cluster. Default: start one on this machine.",
+        ),
+    ] = "",
+    ship: Annotated[
+        bool, typer.Option("--ship", help="Send this machine's moe_serve to the nodes.")
+    ] = False,
+    size: Annotated[
+        bool, typer.Option("--size", help="Only print what it needs: bytes, slots, floor.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, start nothing.")
+    ] = False,
+    accept_insecure: Annotated[
+        bool,
+        typer.Option(
+            "--i-accept-insecure", help="network: cluster with gRPC without token and TLS."
+        ),
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Longest wait until it is ready.")
+    ] = 180.0,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Start a service on a running Ray cluster, or on one of its own.
+
+    Refuses with one clear line, and then leaves nothing running.
+    """
+    out = Output(output)
+    config = read_service_file(file, accept_insecure=accept_insecure)
+    if size or dry_run:
+        report = _sized(config)
+        if size:
+            out.data(size_plain(report), size_parts(report))
+            fit = report.fits
+        else:
+            fit = _rehearse(config, report, ray_address, ship, out)
+        if not fit:
+            raise typer.Exit(ExitCode.FAILED)
+        return
+
+    from moe_serve.bootstrap import service
+
+    def show_nodes(checks: list[NodeCheck]) -> None:
+        for part in nodes_parts(checks):
+            out.note_part(part)
+
+    record = service.up(
+        config,
+        config_file=str(file),
+        address=ray_address,
+        ship=ship,
+        wait_s=wait,
+        progress=out.note,
+        on_checks=show_nodes,
+    )
+    out.data(record_plain(record), record_parts(record))
+
+
+def _sized(config: ServiceConfig) -> SizeReport:
+    from moe_serve.bootstrap.parts import moe_spec
+    from moe_serve.bootstrap.size import size_report
+
+    spec, _ = moe_spec(config)
+    return size_report(config, spec)
+
+
+def _rehearse(
+    config: ServiceConfig, report: SizeReport, ray_address: str, ship: bool, out: Output
+) -> bool:
+    """Everything `up` checks; on a running cluster also its nodes. True where it would start."""
+    checks: list[NodeCheck] = []
+    if ray_address:
+        from moe_serve.bootstrap import service
+        from moe_serve.bootstrap.fleet import alive_nodes
+        from moe_serve.bootstrap.preflight import preflight
+        from moe_serve.bootstrap.record import service_dir
+
+        need_bytes = max(group.budget_bytes for group in report.groups)
+        folder = str(service_dir(config.service, config.state_dir))
+        with service.connected(ray_address, ship=ship):
+            checks = preflight(config, alive_nodes(), folder, need_bytes)
+    fit = report.fits and not any(check.problems for check in checks)
+    out.data(
+        {"would_start": fit, "size": size_plain(report), "nodes": nodes_plain(checks)},
+        [
+            *size_parts(report),
+            *(nodes_parts(checks) if checks else []),
+            intent_line(config, ray_address) if fit else "Would be refused. Nothing was started.",
+        ],
+    )
+    return fit
+
+
+def down(
+    service_name: Annotated[
+        str, typer.Argument(metavar="[SERVICE]", help="Needed only where several are recorded.")
+    ] = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """End a service and, where `up` started it, its Ray cluster."""
+    out = Output(output)
+    name = read_record(service_name).service
+    if not yes:
+        typer.confirm(f"End service {name}?", abort=True, err=True)
+
+    from moe_serve.bootstrap import service
+
+    record = service.down(name, progress=out.note)
+    out.data({"service": record.service, "down": True}, [f"Service {record.service} is down"])

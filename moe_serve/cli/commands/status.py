@@ -1,0 +1,61 @@
+"""`moe-serve status`: health, balance, moves and problems of a running service."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.live import Live
+
+from moe_serve.cli.admin import Admin
+from moe_serve.cli.exits import ExitCode
+from moe_serve.cli.options import AddressOption, OutputOption, ServiceOption, admin_of
+from moe_serve.cli.output import Output, OutputFormat
+from moe_serve.cli.views.status import degraded, status_parts, status_plain
+from moe_serve.errors import Unavailable
+from moe_serve.rpc import placement_pb2 as pb
+
+
+def status(
+    ctx: typer.Context,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit 5 where something is wrong, for scripts.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show it again at every change, until Ctrl-C.")
+    ] = False,
+    address: AddressOption = "",
+    service: ServiceOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Health, imbalance, moves under way and open problems of a service."""
+    out = Output(output)
+    with admin_of(ctx, address, service) as admin:
+        if watch:
+            _watch(admin, out)
+            return
+        placement = admin.placement()
+        load = _load(admin)
+        out.data(status_plain(placement, load), status_parts(placement, load))
+    if check and degraded(placement):
+        raise typer.Exit(ExitCode.DEGRADED)
+
+
+def _load(admin: Admin) -> pb.GetLoadResponse | None:
+    """None before the first closed window."""
+    try:
+        return admin.load()
+    except Unavailable:
+        return None
+
+
+def _watch(admin: Admin, out: Output) -> None:
+    if out.json or not out.out.is_terminal:
+        for placement in admin.watch_placement():
+            load = _load(admin)
+            out.line(status_plain(placement, load), Group(*status_parts(placement, load)))
+        return
+    with Live(console=out.out, auto_refresh=False, screen=True) as live:
+        for placement in admin.watch_placement():
+            live.update(Group(*status_parts(placement, _load(admin))), refresh=True)

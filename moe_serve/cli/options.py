@@ -1,0 +1,66 @@
+"""Options that several commands share, and what a command gets from outside.
+
+Responsible for one spelling, one help text and one environment variable for each. `Reach` is how
+commands get to a controller; tests hand in another one as the context's object. Called by commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_serve.cli.admin import Admin, AdminTarget, GrpcAdmin, find_target
+from moe_serve.cli.checks.ports import Listen, listen_once
+from moe_serve.cli.output import OutputFormat
+
+AddressOption = Annotated[
+    str,
+    typer.Option(
+        "--address",
+        envvar="MOE_SERVE_ADDRESS",
+        metavar="HOST:PORT",
+        help="Admin address of the service. Default: the one that `up` recorded on this machine.",
+    ),
+]
+ServiceOption = Annotated[
+    str,
+    typer.Option(
+        "--service",
+        "-s",
+        envvar="MOE_SERVE_SERVICE",
+        help="Which recorded service, where several run on this machine.",
+    ),
+]
+OutputOption = Annotated[
+    OutputFormat, typer.Option("--output", "-o", help="A table for people or JSON for programs.")
+]
+FileOption = Annotated[
+    Path, typer.Option("--file", "-f", metavar="FILE", help="The service file (YAML).")
+]
+RankArgument = Annotated[int, typer.Argument(metavar="RANK", min=0, help="Number of the rank.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Ways out of a command. Made once by the app from its own options."""
+
+    connect: Callable[[AdminTarget], Admin] = GrpcAdmin
+    listen: Listen = listen_once
+    token_file: Path | None = None
+    tls_ca: Path | None = None
+
+
+@contextmanager
+def admin_of(ctx: typer.Context, address: str, service: str) -> Iterator[Admin]:
+    """The controller a command speaks to. Raises CannotReach, InvalidArgument, StartRefused."""
+    reach = ctx.find_object(Reach) or Reach()
+    admin = reach.connect(find_target(address, service, reach.token_file, reach.tls_ca))
+    try:
+        yield admin
+    finally:
+        admin.close()

@@ -1,0 +1,104 @@
+"""Where text goes: data to stdout as a table or as JSON, progress and errors to stderr.
+
+Responsible for streams, colour and width. Knows nothing of what is shown: views make the tables.
+Colour is off where the stream is no terminal or NO_COLOR is set. Called by every command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+WIDE = 200
+"""Columns where nobody looks: a table in a pipe is never folded at 80."""
+
+
+class OutputFormat(StrEnum):
+    """`-o`: a table for people, or JSON for programs."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+def console(stream: TextIO) -> Console:
+    """Console on a stream, without markup: names and reasons come from outside and may hold
+    brackets."""
+    seen = stream.isatty()
+    return Console(
+        file=stream,
+        width=None if seen else WIDE,
+        no_color=not seen or bool(os.environ.get("NO_COLOR")),
+        highlight=False,
+        markup=False,
+        emoji=False,
+        soft_wrap=not seen,
+    )
+
+
+class Output:
+    """The two streams of one command. Made in the command, so that the streams are today's."""
+
+    def __init__(self, form: OutputFormat = OutputFormat.TABLE) -> None:
+        self.form = form
+        self.out = console(sys.stdout)
+        self._err = console(sys.stderr)
+
+    @property
+    def json(self) -> bool:
+        """Whether programs read stdout."""
+        return self.form is OutputFormat.JSON
+
+    def data(self, plain: Any, shown: Sequence[RenderableType]) -> None:
+        """The command's answer: `plain` (dicts, lists, numbers) as JSON, or `shown` one under the
+        other."""
+        if self.json:
+            self.out.print(json.dumps(plain, indent=2, ensure_ascii=False), soft_wrap=True)
+            return
+        for part in shown:
+            _show(self.out, part)
+
+    def line(self, plain: Any, shown: RenderableType) -> None:
+        """One entry of a stream: a line of JSON, or what is shown for it."""
+        if self.json:
+            self.out.print(json.dumps(plain, ensure_ascii=False), soft_wrap=True)
+        else:
+            _show(self.out, shown)
+
+    def note(self, text: str) -> None:
+        """Progress, to stderr."""
+        self._err.print(text)
+
+    def note_part(self, part: RenderableType) -> None:
+        """A table that belongs to progress, to stderr."""
+        _show(self._err, part)
+
+    def error(self, text: str) -> None:
+        """Why the command failed, to stderr."""
+        self._err.print(text, style="bold red" if text.startswith("error:") else None)
+
+
+def _show(console: Console, part: RenderableType) -> None:
+    """Print; in a pipe or a file without the blanks that fill a table's last column."""
+    if console.is_terminal:
+        console.print(part)
+        return
+    with console.capture() as held:
+        console.print(part)
+    for line in held.get().splitlines() or [""]:
+        console.file.write(line.rstrip() + "\n")
+    console.file.flush()
+
+
+def columns(headers: Sequence[str], *, right: Sequence[str] = ()) -> Table:
+    """A table without lines, its columns two blanks apart; `right` names those of numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for header in headers:
+        table.add_column(header, justify="right" if header in right else "left", no_wrap=True)
+    return table

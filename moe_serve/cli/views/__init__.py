@@ -1,0 +1,1 @@
+"""What people see, made from messages. Pure: no stream, no clock, no connection."""

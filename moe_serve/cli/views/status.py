@@ -1,0 +1,141 @@
+"""Health of a service as text: header, ranks, routers, moves, problems. Pure. Called by the status
+command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from moe_serve.cli.figures import shown_bytes, shown_counts, shown_imbalance, shown_seconds
+from moe_serve.cli.output import columns
+from moe_serve.cli.plain import enum_word, plain
+from moe_serve.cli.views.moves import moves_table
+from moe_serve.rpc import placement_pb2 as pb
+
+UNDER_WAY = frozenset({"planned", "running"})
+NOT_WELL = frozenset({"starting", "degraded"})
+MISSING_SHOWN = 8
+MOVES_SHOWN = 20
+
+
+def degraded(placement: pb.GetPlacementResponse) -> bool:
+    """Whether `status --check` fails: not started, an expert without a replica, or a problem
+    named."""
+    return bool(placement.state in NOT_WELL or placement.missing or placement.problems)
+
+
+def status_parts(
+    placement: pb.GetPlacementResponse, load: pb.GetLoadResponse | None
+) -> list[RenderableType]:
+    """Everything `status` shows. `load` is None before the first closed window."""
+    parts: list[RenderableType] = [*_header(placement), _balance(placement, load), ""]
+    parts += [_ranks(placement), "", _routers(placement)]
+    moves = [move for move in placement.moves if enum_word(move, "state") in UNDER_WAY]
+    if moves:
+        parts += ["", f"Moves under way: {len(moves)}"]
+        parts.append(moves_table(moves[:MOVES_SHOWN], states=True))
+    if placement.problems or placement.missing:
+        parts += ["", "Problems"]
+        parts += [f"  ! {problem}" for problem in placement.problems]
+        parts += _missing(placement)
+    return parts
+
+
+def _header(placement: pb.GetPlacementResponse) -> list[str]:
+    marks = [placement.network]
+    if placement.accepts_insecure:
+        marks.append("INSECURE: gRPC without token and TLS, accepted by the operator")
+    if placement.simulated:
+        marks.append("simulated compute")
+    return [
+        f"Service {placement.service_id} | model {placement.model} {placement.weights_version} | "
+        f"{placement.num_layers} layers x {placement.num_experts} experts, top-{placement.top_k}"
+        f" | {' | '.join(marks)}",
+        f"State {placement.state} | term {placement.term}, epoch {placement.epoch} "
+        f"({placement.epochs_published} published) | policy {placement.policy} | "
+        f"up {shown_seconds(placement.uptime_s)}",
+    ]
+
+
+def _balance(placement: pb.GetPlacementResponse, load: pb.GetLoadResponse | None) -> str:
+    done = f"Moves done: {shown_counts(dict(placement.moves_done))}"
+    if load is None:
+        return f"Imbalance - (no closed window yet) | {done}"
+    if not any(load.demand):
+        return f"Imbalance - (no load in window {load.window}) | {done}"
+    worst = max(range(len(load.layer_imbalance)), key=load.layer_imbalance.__getitem__, default=-1)
+    layer = f", worst layer {worst}: {load.layer_imbalance[worst]:.2f}" if worst >= 0 else ""
+    missing = f", without {', '.join(load.sources_missing)}" if load.sources_missing else ""
+    return (
+        f"Imbalance {shown_imbalance(load.balancedness)}{layer} (window {load.window}, "
+        f"{shown_seconds(load.age_s)} old{missing}) | {done}"
+    )
+
+
+def _ranks(placement: pb.GetPlacementResponse) -> Table:
+    table = columns(
+        ("RANK", "NODE", "STATE", "SLOTS", "RESIDENT", "BUDGET", "BACKLOG", "PID", "PROFILE"),
+        right=("RANK", "SLOTS", "RESIDENT", "BUDGET", "BACKLOG", "PID"),
+    )
+    for rank in placement.ranks:
+        filled = sum(slot.layer >= 0 for slot in rank.slots)
+        table.add_row(
+            str(rank.rank),
+            rank.node,
+            rank.state,
+            f"{filled}/{rank.num_slots}",
+            shown_bytes(rank.resident_bytes + rank.reserved_bytes),
+            shown_bytes(rank.budget_bytes),
+            shown_seconds(rank.backlog_s),
+            str(rank.pid or "-"),
+            rank.profile,
+        )
+    return table
+
+
+def _routers(placement: pb.GetPlacementResponse) -> Table:
+    table = columns(
+        ("ROUTER", "ADDRESS", "STATE", "EPOCH", "REQUESTS", "FAILED", "P50", "P99", "PID"),
+        right=("EPOCH", "REQUESTS", "FAILED", "P50", "P99", "PID"),
+    )
+    for router in placement.routers:
+        table.add_row(
+            router.router,
+            router.address,
+            router.state,
+            f"{router.applied_epoch}/{router.quiesced_epoch}",
+            f"{router.counters.get('requests', 0.0):.0f}",
+            f"{router.counters.get('failed', 0.0):.0f}",
+            _quantile(router, "dispatch_p50_s"),
+            _quantile(router, "dispatch_p99_s"),
+            str(router.pid or "-"),
+        )
+    return table
+
+
+def _quantile(router: pb.Router, name: str) -> str:
+    # Reading a map of a message would add the key, so ask first.
+    return shown_seconds(router.quantiles[name]) if name in router.quantiles else "-"
+
+
+def _missing(placement: pb.GetPlacementResponse) -> list[str]:
+    if not placement.missing:
+        return []
+    named = ", ".join(
+        "L{} E{}".format(*divmod(key, placement.num_experts))
+        for key in placement.missing[:MISSING_SHOWN]
+    )
+    more = " ..." if len(placement.missing) > MISSING_SHOWN else ""
+    return [f"  ! without a replica ({len(placement.missing)}): {named}{more}"]
+
+
+def status_plain(
+    placement: pb.GetPlacementResponse, load: pb.GetLoadResponse | None
+) -> dict[str, Any]:
+    """The same for programs: the whole placement, and the figures of the newest window."""
+    shown = plain(placement)
+    shown["degraded"] = degraded(placement)
+    shown["load"] = None if load is None else plain(load)
+    return shown

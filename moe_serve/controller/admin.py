@@ -1,0 +1,383 @@
+"""PlacementService: what people and programs may see of the placement and ask of the engine.
+
+Responsible for checking requests, for typed errors, and for streams that slow readers cannot
+lengthen: a watcher gets the newest view when it is ready for one. Must never change the engine but
+by an event. Called over gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import grpc.aio
+
+from moe_serve.controller.book import KeptRecord
+from moe_serve.controller.life import Life
+from moe_serve.controller.settings import ControllerSettings
+from moe_serve.controller.tasks import Bell
+from moe_serve.controller.views import (
+    Sight,
+    load_view,
+    placement_view,
+    plan_view,
+    record_view,
+    steps_view,
+)
+from moe_serve.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    FieldViolation,
+    InvalidArgument,
+    MoeServeError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from moe_serve.rpc import placement_pb2 as pb
+from moe_serve.rpc import placement_pb2_grpc
+from moe_serve.rpc.status import abort
+from placement.engine import RebalanceEngine
+from placement.messages.effects import Answer
+from placement.messages.events import (
+    AnyEvent,
+    ApplyAsked,
+    BudgetAsked,
+    DrainAsked,
+    PauseAsked,
+    PlanAsked,
+    ResumeAsked,
+)
+
+DEFAULT_TIMEOUT_S = 30.0
+"""Deadline of a call that names none."""
+WATCH_PAUSE_S = 0.1
+"""Least time between two messages of a Watch stream."""
+STEPS_PAGE = 100
+STEPS_PAGE_MAX = 1000
+TEXT_MAX = 200
+"""Characters of a reason, plan id or policy name in a request."""
+INT32_MAX = (1 << 31) - 1
+_T = TypeVar("_T")
+
+
+class Source(Protocol):
+    """What of the controller is needed here. Properties raise Unavailable between two lives."""
+
+    settings: ControllerSettings
+
+    @property
+    def life(self) -> Life:
+        """The life of the present term."""
+        ...
+
+    @property
+    def bell(self) -> Bell:
+        """Rings at every change."""
+        ...
+
+    def sight(self) -> Sight:
+        """What views are built from."""
+        ...
+
+
+class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
+    """All RPCs over one controller."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._watchers = 0
+        self._shown: tuple[int, pb.GetPlacementResponse] | None = None
+
+    # ------------------------------------------------------------------------------- reading
+
+    async def GetPlacement(
+        self, request: pb.GetPlacementRequest, context: Any
+    ) -> pb.GetPlacementResponse:
+        """Who is where now."""
+        return await _guard(context, self._placement)
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
+        """The newest closed window."""
+        return await _guard(context, self._load)
+
+    async def ListSteps(self, request: pb.ListStepsRequest, context: Any) -> pb.ListStepsResponse:
+        """Steps of the running plan, a page at a time."""
+        return await _guard(context, lambda: self._steps(request))
+
+    async def WatchPlacement(
+        self, request: pb.WatchPlacementRequest, context: Any
+    ) -> AsyncIterator[pb.WatchPlacementResponse]:
+        """The newest placement now and after every change."""
+        async with _reporting(context):
+            with self._watching():
+                seen = -1
+                while True:
+                    seen = await self._source.bell.wait(seen)
+                    yield pb.WatchPlacementResponse(placement=self._shared_placement(seen))
+                    await asyncio.sleep(WATCH_PAUSE_S)
+
+    async def WatchLoad(
+        self, request: pb.WatchLoadRequest, context: Any
+    ) -> AsyncIterator[pb.WatchLoadResponse]:
+        """One message for each closed window; a slow reader gets the newest."""
+        async with _reporting(context):
+            with self._watching():
+                seen, sent = -1, None
+                while True:
+                    seen = await self._source.bell.wait(seen)
+                    sight = self._source.sight()
+                    window = sight.book.window
+                    if window is not None and window is not sent:
+                        sent = window
+                        yield pb.WatchLoadResponse(load=load_view(sight, window))
+                        await asyncio.sleep(WATCH_PAUSE_S)
+
+    async def WatchEvents(
+        self, request: pb.WatchEventsRequest, context: Any
+    ) -> AsyncIterator[pb.WatchEventsResponse]:
+        """Kept records, then new ones. A reader slower than the records misses the oldest."""
+        async with _reporting(context):
+            with self._watching():
+                last = request.after_seq if request.after_seq > 0 else -1
+                seen = -1
+                while True:
+                    for kept in self._records_after(last):
+                        last = kept.record.seq
+                        yield pb.WatchEventsResponse(record=record_view(kept))
+                    if request.no_follow:
+                        return
+                    seen = await self._source.bell.wait(seen)
+
+    # ------------------------------------------------------------------------------- asking
+
+    async def ComputePlan(
+        self, request: pb.ComputePlanRequest, context: Any
+    ) -> pb.ComputePlanResponse:
+        """A plan with reasons and prices. Nothing moves."""
+
+        async def compute() -> pb.ComputePlanResponse:
+            _check_text("policy", request.policy)
+            _check_count("max_moves", request.max_moves)
+            answer = await self._ask(
+                lambda n: PlanAsked(
+                    at_s=0.0,
+                    request_id=n,
+                    policy=request.policy,
+                    max_moves=request.max_moves or -1,
+                )
+            )
+            return pb.ComputePlanResponse(plan=plan_view(answer))
+
+        return await _guard(context, compute)
+
+    async def ApplyPlan(self, request: pb.ApplyPlanRequest, context: Any) -> pb.ApplyPlanResponse:
+        """Run a computed plan, or only check whether it could run."""
+
+        async def apply() -> pb.ApplyPlanResponse:
+            _check_text("plan_id", request.plan_id, needed=True)
+            if request.validate_only:
+                answer = self._would_apply(request.plan_id)
+            else:
+                answer = await self._ask(
+                    lambda n: ApplyAsked(at_s=0.0, request_id=n, plan_id=request.plan_id)
+                )
+            return pb.ApplyPlanResponse(message=answer.message)
+
+        return await _guard(context, apply)
+
+    async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
+        """Stop automatic plans."""
+
+        async def pause() -> pb.PauseResponse:
+            _check_text("reason", request.reason)
+            await self._ask(lambda n: PauseAsked(at_s=0.0, request_id=n, reason=request.reason))
+            return pb.PauseResponse()
+
+        return await _guard(context, pause)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
+        """Let automatic plans run again."""
+
+        async def resume() -> pb.ResumeResponse:
+            await self._ask(lambda n: ResumeAsked(at_s=0.0, request_id=n))
+            return pb.ResumeResponse()
+
+        return await _guard(context, resume)
+
+    async def DrainRank(self, request: pb.DrainRankRequest, context: Any) -> pb.DrainRankResponse:
+        """Move everything off a rank."""
+
+        async def drain() -> pb.DrainRankResponse:
+            self._check_rank(request.rank)
+            answer = await self._ask(
+                lambda n: DrainAsked(at_s=0.0, request_id=n, rank=request.rank)
+            )
+            return pb.DrainRankResponse(plan_id=answer.plan_id, message=answer.message)
+
+        return await _guard(context, drain)
+
+    async def UndrainRank(
+        self, request: pb.UndrainRankRequest, context: Any
+    ) -> pb.UndrainRankResponse:
+        """Let a drained rank hold replicas again."""
+
+        async def undrain() -> pb.UndrainRankResponse:
+            self._check_rank(request.rank)
+            _raise_for(await self._source.life.supervision.undrain(request.rank))
+            return pb.UndrainRankResponse()
+
+        return await _guard(context, undrain)
+
+    async def SetBudget(self, request: pb.SetBudgetRequest, context: Any) -> pb.SetBudgetResponse:
+        """Change the bytes of expert slots a rank may use."""
+
+        async def budget() -> pb.SetBudgetResponse:
+            self._check_rank(request.rank)
+            if request.budget_bytes < 0:
+                raise _wrong("budget_bytes", f"{request.budget_bytes} must be >= 0")
+            answer = await self._ask(
+                lambda n: BudgetAsked(
+                    at_s=0.0,
+                    request_id=n,
+                    rank=request.rank,
+                    budget_bytes=request.budget_bytes,
+                )
+            )
+            slots = request.budget_bytes // self._source.settings.spec.slot_bytes
+            return pb.SetBudgetResponse(
+                plan_id=answer.plan_id, message=answer.message, num_slots=slots
+            )
+
+        return await _guard(context, budget)
+
+    # ------------------------------------------------------------------------------- inside
+
+    async def _placement(self) -> pb.GetPlacementResponse:
+        return placement_view(self._source.sight())
+
+    def _shared_placement(self, version: int) -> pb.GetPlacementResponse:
+        """One view a version, however many watch."""
+        if self._shown is None or self._shown[0] != version:
+            self._shown = (version, placement_view(self._source.sight()))
+        return self._shown[1]
+
+    async def _load(self) -> pb.GetLoadResponse:
+        sight = self._source.sight()
+        if sight.book.window is None:
+            raise Unavailable(
+                f"no load window has closed yet; one does every {sight.settings.config.window_s} s"
+            )
+        return load_view(sight, sight.book.window)
+
+    async def _steps(self, request: pb.ListStepsRequest) -> pb.ListStepsResponse:
+        size = request.page_size or STEPS_PAGE
+        if not 0 < size <= STEPS_PAGE_MAX:
+            raise _wrong("page_size", f"{size} must lie in [1, {STEPS_PAGE_MAX}]")
+        token = request.page_token
+        if token and not (token.isascii() and token.isdecimal() and len(token) < 20):
+            raise _wrong("page_token", "must be a next_page_token of an earlier answer")
+        first = int(token or "0")
+        steps = [step for step in steps_view(self._source.sight()) if step.step_id >= first]
+        rest = steps[size:]
+        return pb.ListStepsResponse(
+            steps=steps[:size], next_page_token=str(rest[0].step_id) if rest else ""
+        )
+
+    def _records_after(self, last: int) -> list[KeptRecord]:
+        book = self._source.sight().book
+        newest = book.newest(1)
+        if newest and newest[0].record.seq < last:
+            last = -1  # records are counted anew: the controller was rebuilt without a journal
+        return book.records_after(last)
+
+    async def _ask(self, make: Callable[[int], AnyEvent]) -> Answer:
+        answer = await self._source.life.driver.ask(make)
+        _raise_for(answer)
+        return answer
+
+    def _would_apply(self, plan_id: str) -> Answer:
+        """What the engine would answer, found out on a copy of it."""
+        live = self._source.life.driver.engine
+        twin = RebalanceEngine.replayed(live.snapshot())
+        effects = twin.step(ApplyAsked(at_s=live.state.now_s, request_id=-1, plan_id=plan_id))
+        answer = next(c for c in effects.commands if isinstance(c, Answer) and c.request_id == -1)
+        _raise_for(answer)
+        return answer
+
+    def _check_rank(self, rank: int) -> None:
+        count = len(self._source.settings.ranks)
+        if not 0 <= rank < count:
+            raise _wrong("rank", f"{rank} must lie in [0, {count})")
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        limit = self._source.settings.watchers_max
+        if self._watchers >= limit:
+            raise ResourceExhausted(f"{limit} streams watch already; close one")
+        self._watchers += 1
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+
+
+def _raise_for(answer: Answer) -> None:
+    """Raise the error an answer is; return where it is ok."""
+    if answer.code == "ok":
+        return
+    text = answer.message
+    if answer.missing_bytes:
+        violations = (FieldViolation("missing_bytes", str(answer.missing_bytes)),)
+        raise FailedPrecondition(text, violations=violations)
+    if answer.code == "not_found":
+        raise NotFound(text)
+    if answer.code == "busy":
+        raise ResourceExhausted(text, retry_after_s=1.0)
+    raise FailedPrecondition(text)
+
+
+def _wrong(field: str, description: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{field}: {description}", violations=(FieldViolation(field, description),)
+    )
+
+
+def _check_text(field: str, text: str, *, needed: bool = False) -> None:
+    if len(text) > TEXT_MAX:
+        raise _wrong(field, f"has {len(text)} characters, at most {TEXT_MAX} are taken")
+    if needed and not text:
+        raise _wrong(field, "must be given")
+
+
+def _check_count(field: str, value: int) -> None:
+    if value < 0:
+        raise _wrong(field, f"{value} must be >= 0")
+
+
+async def _guard(context: Any, work: Callable[[], Awaitable[_T]]) -> _T:
+    """Run a unary call under its deadline; errors become status."""
+    left_s = context.time_remaining()
+    try:
+        async with asyncio.timeout(DEFAULT_TIMEOUT_S if left_s is None else left_s):
+            return await work()
+    except TimeoutError:
+        await _abort(context, DeadlineExceeded("the controller did not answer in time"))
+    except MoeServeError as error:
+        await _abort(context, error)
+
+
+@asynccontextmanager
+async def _reporting(context: Any) -> AsyncIterator[None]:
+    """Scope of a streaming call: errors become status."""
+    try:
+        yield
+    except MoeServeError as error:
+        await _abort(context, error)
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: MoeServeError) -> NoReturn:
+    await abort(context, error)
+    raise AssertionError("abort always raises")

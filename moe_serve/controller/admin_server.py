@@ -1,0 +1,95 @@
+"""The admin port: a gRPC server around PlacementService, with tokens, TLS, health, and reflection
+on loopback.
+
+Responsible for binding and ending. Must never answer a request itself. Owned by the service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import grpc.aio
+from grpc_health.v1 import (  # type: ignore[import-untyped]
+    health,
+    health_pb2,
+    health_pb2_grpc,
+)
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
+
+from moe_serve.controller.admin import PlacementServicer, Source
+from moe_serve.controller.settings import ControllerSettings
+from moe_serve.errors import StartRefused
+from moe_serve.rpc import placement_pb2, placement_pb2_grpc
+from moe_serve.rpc.auth import AuthInterceptor, TokenFile
+from moe_serve.rpc.options import server_credentials, server_options
+
+SERVICE_NAME = placement_pb2.DESCRIPTOR.services_by_name["PlacementService"].full_name
+
+
+class AdminServer:
+    """Bind, serve, stop. `address`: host:port that others reach, "" before the start."""
+
+    def __init__(self, source: Source) -> None:
+        settings = source.settings
+        tokens = None if settings.token_file is None else TokenFile(settings.token_file)
+        self._source = source
+        self._server = grpc.aio.server(
+            interceptors=[] if tokens is None else [AuthInterceptor(tokens)],
+            options=server_options(settings.limits),
+            maximum_concurrent_rpcs=settings.limits.max_concurrent_rpcs,
+        )
+        self._health = health.aio.HealthServicer()
+        self.address = ""
+
+    async def start(self, last_port: int = 0) -> int:
+        """Bind and serve; returns the port.
+
+        `last_port`: taken again where the settings leave the choice and it is free, so that clients
+        of a controller that restarted find it. Raises StartRefused where the port is taken or TLS
+        files are bad.
+        """
+        settings = self._source.settings
+        port = _bind(self._server, settings, last_port)
+        self.address = f"{settings.advertise_host or settings.host}:{port}"
+        placement_pb2_grpc.add_PlacementServiceServicer_to_server(
+            PlacementServicer(self._source), self._server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if settings.loopback:
+            names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._server.start()
+        return port
+
+    async def stop(self, grace_s: float = 0.5) -> None:
+        """Take no new calls, let open ones finish for `grace_s`, then end everything."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+def _bind(server: grpc.aio.Server, settings: ControllerSettings, last_port: int) -> int:
+    wanted = settings.admin_port
+    if not wanted and last_port:
+        with contextlib.suppress(RuntimeError):  # taken meanwhile: any other will do
+            return _add_port(server, settings, last_port)
+    try:
+        port = _add_port(server, settings, wanted)
+    except RuntimeError as error:
+        raise StartRefused(
+            f"the controller cannot listen on {settings.host}:{wanted}; is the port taken?"
+        ) from error
+    if port == 0 or wanted not in (0, port):
+        raise StartRefused(
+            f"the controller cannot listen on {settings.host}:{wanted}; got port {port}"
+        )
+    return port
+
+
+def _add_port(server: grpc.aio.Server, settings: ControllerSettings, port: int) -> int:
+    address = f"{settings.host}:{port}"
+    if settings.tls_certificate is None or settings.tls_key is None:
+        return server.add_insecure_port(address)
+    credentials = server_credentials(settings.tls_certificate, settings.tls_key)
+    return server.add_secure_port(address, credentials)

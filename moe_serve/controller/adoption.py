@@ -1,0 +1,89 @@
+"""Which living parts a starting controller takes over, and which it ends.
+
+Responsible for the rule: with a journal, adopt what it names and end the rest; without one, adopt
+every part of the service that answers and end none. Must never create a part. Called when a life
+begins, before its term is claimed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from moe_serve.controller.names import PartKind, PartName, parse
+from moe_serve.controller.parts import RouterPart, ShardPart, router_part, shard_part
+from moe_serve.errors import MoeServeError
+from moe_serve.ports import Fleet
+
+_T = TypeVar("_T")
+DESCRIBE_PAUSE_S = 0.2
+"""Wait before a part that did not describe itself is asked again."""
+
+
+@dataclass(slots=True)
+class Adopted:
+    """Parts that answered, newest life of each place. `to_end`: living names that must not live
+    on. `found_any`: something of this service was alive."""
+
+    shards: list[ShardPart] = field(default_factory=list)
+    routers: list[RouterPart] = field(default_factory=list)
+    to_end: list[str] = field(default_factory=list)
+    found_any: bool = False
+
+    @property
+    def highest_term(self) -> int:
+        """Greatest term an adopted part has seen."""
+        shards = (part.info.highest_term for part in self.shards)
+        return max([0, *shards, *(part.info.highest_term for part in self.routers)])
+
+
+async def adopt(
+    fleet: Fleet, service_id: str, journal_names: Sequence[str] | None, *, patience_s: float
+) -> Adopted:
+    """Find the parts. `journal_names`: names in a journal that is trusted, None without one. Each
+    part has `patience_s` to describe itself."""
+    adopted = Adopted()
+    alive = [(name, parse(service_id, name)) for name in sorted(await fleet.part_names())]
+    ours = [part for _, part in alive if part is not None]
+    adopted.found_any = bool(ours)
+    if journal_names is not None:
+        named = set(journal_names)
+        adopted.to_end = [str(part) for part in ours if str(part) not in named]
+        ours = [part for part in ours if str(part) in named]
+    newest: dict[tuple[PartKind, str], PartName] = {}
+    for part in sorted(ours, key=lambda part: part.incarnation):
+        newest[part.kind, part.place] = part
+    if journal_names is not None:
+        # A life before the newest is the one that was being replaced.
+        adopted.to_end += [str(p) for p in ours if newest[p.kind, p.place] is not p]
+    await asyncio.gather(*(_take(fleet, p, adopted, patience_s) for p in newest.values()))
+    adopted.shards.sort(key=lambda part: part.name.rank)
+    adopted.routers.sort(key=lambda part: part.name.place)
+    return adopted
+
+
+async def _take(fleet: Fleet, name: PartName, adopted: Adopted, patience_s: float) -> None:
+    if name.kind is PartKind.SHARD:
+        shard = await fleet.find_shard(str(name))
+        shard_info = None if shard is None else await _described(shard.describe, patience_s)
+        if shard is not None and shard_info is not None:
+            adopted.shards.append(shard_part(name, shard, shard_info, 0.0))
+        return
+    router = await fleet.find_router(str(name))
+    router_info = None if router is None else await _described(router.describe, patience_s)
+    if router is not None and router_info is not None:
+        adopted.routers.append(router_part(name, router, router_info, 0.0))
+
+
+async def _described(describe: Callable[[], Awaitable[_T]], patience_s: float) -> _T | None:
+    try:
+        async with asyncio.timeout(patience_s):
+            while True:
+                try:
+                    return await describe()
+                except MoeServeError:
+                    await asyncio.sleep(DESCRIBE_PAUSE_S)
+    except TimeoutError:
+        return None

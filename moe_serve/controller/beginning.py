@@ -1,0 +1,235 @@
+"""How a life begins: journal and cluster are read, a term is claimed, the engine is built.
+
+Responsible for the choice between going on (a journal that is trusted), rebuilding from inventories
+(none, or another controller's), and starting anew. Nothing is commanded here. Called by life.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from moe_serve.controller.adoption import Adopted, adopt
+from moe_serve.controller.clock import DriverClock, wall_s
+from moe_serve.controller.journal import Journal, move_aside, open_journal
+from moe_serve.controller.journal_rows import JournalImage, StateSnapshot
+from moe_serve.controller.settings import ControllerSettings
+from moe_serve.controller.terms import claim_term, first_epoch
+from moe_serve.errors import StartRefused
+from moe_serve.ports import Fleet
+from placement.engine import EngineSnapshot, RebalanceEngine
+from placement.load import LoadHistory
+
+
+@dataclass(slots=True)
+class Beginning:
+    """Everything a life begins with.
+
+    owner: name of this machine. going_on: the journal's state goes on. journal_names: parts it
+    names. starts: wall-clock seconds of the newest starts, this one included. problems: what a
+    person should know of how it began.
+    """
+
+    owner: str
+    journal: Journal
+    clock: DriverClock
+    engine: RebalanceEngine
+    adopted: Adopted
+    term: int
+    going_on: bool
+    journal_names: tuple[str, ...]
+    starts: tuple[float, ...]
+    restarts: int
+    epochs_published: int
+    admin_port: int
+    problems: list[str]
+
+
+async def begin(
+    settings: ControllerSettings,
+    fleet: Fleet,
+    *,
+    owner: str,
+    term_seen: int = 0,
+    counts_as_start: bool = True,
+) -> Beginning:
+    """Read everything, claim a term above `term_seen` too, build the engine.
+
+    owner: name of this machine. counts_as_start: False where a fenced controller begins again
+    without having died. Raises StartRefused, JournalFull, Unavailable; nothing is left open then.
+    """
+    journal, image = await open_journal(settings.state_dir, settings.service_id, settings.journal)
+    problems: list[str] = []
+    try:
+        distrust = await _distrust(settings, fleet, image, owner)
+        if distrust:
+            problems.append(f"the journal was set aside: {distrust}")
+            await journal.close()
+            move_aside(settings.state_dir)
+            old = image
+            journal, image = await open_journal(
+                settings.state_dir, settings.service_id, settings.journal
+            )
+            # Numbers that were used stay used, whatever becomes of the rest.
+            image = replace(
+                image,
+                intended_term=old.intended_term,
+                epoch=old.epoch,
+                last_at_s=old.last_at_s,
+            )
+        elif image.dropped_tail:
+            problems.append("the journal's last record was torn and was dropped")
+        starts = (*image.starts, wall_s()) if counts_as_start else image.starts
+        return await _with_journal(
+            settings,
+            fleet,
+            journal,
+            image,
+            owner=owner,
+            starts=starts,
+            term_seen=term_seen,
+            problems=problems,
+        )
+    except BaseException:
+        await journal.close()
+        raise
+
+
+async def _distrust(
+    settings: ControllerSettings, fleet: Fleet, image: JournalImage, owner: str
+) -> str:
+    """Why the journal's state must not be gone on with, "" where it may be."""
+    if image.empty:
+        return ""
+    if image.owner not in ("", owner) and not settings.state_dir_shared:
+        return f"it was written on {image.owner}, this is {owner}, and state_dir is not shared"
+    claimed = await fleet.highest_term()
+    if claimed > image.intended_term:
+        return f"a newer controller (term {claimed}) ran elsewhere"
+    if image.snapshot is not None and not image.closed:
+        return _misfit(settings, image.snapshot.engine)
+    return ""
+
+
+def _misfit(settings: ControllerSettings, snapshot: EngineSnapshot) -> str:
+    if snapshot.spec != settings.spec:
+        return f"it is of model {snapshot.spec.model} {snapshot.spec.weights_version}"
+    if len(snapshot.state.ranks) != len(settings.ranks):
+        return f"it is of {len(snapshot.state.ranks)} ranks, not {len(settings.ranks)}"
+    known = {p.name for p in settings.profiles}
+    if {r.profile for r in snapshot.state.ranks} - known:
+        return "its ranks name device profiles that are not declared any more"
+    return ""
+
+
+async def _with_journal(
+    settings: ControllerSettings,
+    fleet: Fleet,
+    journal: Journal,
+    image: JournalImage,
+    *,
+    owner: str,
+    starts: tuple[float, ...],
+    term_seen: int,
+    problems: list[str],
+) -> Beginning:
+    snapshot = None if image.closed else image.snapshot
+    names = image.parts if snapshot is not None else () if image.closed else None
+    adopted = await adopt(
+        fleet, settings.service_id, names, patience_s=settings.config.rank_silence_s
+    )
+    if problems and adopted.found_any and snapshot is None and not _fits(settings, adopted):
+        raise StartRefused(
+            "parts of another model or fleet are running under this service id; end them with "
+            "`moe-serve down` first"
+        )
+    term = await claim_term(fleet, journal, (image.intended_term, adopted.highest_term, term_seen))
+    clock = DriverClock(image.last_at_s)
+    epoch = first_epoch(
+        image.epoch, (p.info for p in adopted.shards), (p.info for p in adopted.routers)
+    )
+    restarts = _restarts(settings, starts)
+    paused = restarts > settings.restarts_max
+    if paused:
+        problems.append(
+            f"the controller restarted {restarts} times in {settings.restarts_within_s:g} s and "
+            "started paused; look at its log, then resume"
+        )
+    if snapshot is not None:
+        engine = RebalanceEngine.restore(
+            _refreshed(settings, snapshot),
+            image.transitions,
+            term=term,
+            first_epoch=epoch,
+            start_s=clock.now_s(),
+            paused=True if paused else None,
+        )
+    else:
+        if adopted.found_any and not image.closed:
+            paused = True
+            problems.append(
+                "there was no journal: rebuilt from what the parts hold, started paused; resume "
+                "when the placement looks right"
+            )
+        engine = RebalanceEngine(
+            settings.spec,
+            settings.topology(),
+            settings.config,
+            term=term,
+            first_epoch=epoch,
+            start_s=clock.now_s(),
+            paused=paused,
+        )
+    return Beginning(
+        owner=owner,
+        journal=journal,
+        clock=clock,
+        engine=engine,
+        adopted=adopted,
+        term=term,
+        going_on=snapshot is not None,
+        journal_names=names or (),
+        starts=starts,
+        restarts=restarts,
+        epochs_published=image.epochs_published,
+        admin_port=image.admin_port,
+        problems=problems,
+    )
+
+
+def _restarts(settings: ControllerSettings, starts: tuple[float, ...]) -> int:
+    since_s = wall_s() - settings.restarts_within_s
+    return max(0, sum(s >= since_s for s in starts) - 1)
+
+
+def _fits(settings: ControllerSettings, adopted: Adopted) -> bool:
+    spec = settings.spec
+    return all(
+        part.info.rank < len(settings.ranks)
+        and part.info.slot_bytes == spec.slot_bytes
+        and all(
+            s.layer < spec.num_layers and s.expert < spec.num_experts for s in part.info.resident
+        )
+        for part in adopted.shards
+    )
+
+
+def _refreshed(settings: ControllerSettings, snapshot: StateSnapshot) -> EngineSnapshot:
+    """The engine's snapshot under the settings of today."""
+    engine, config = snapshot.engine, settings.config
+    same_windows = (engine.config.sub_windows, engine.config.windows_kept) == (
+        config.sub_windows,
+        config.windows_kept,
+    )
+    state = engine.state
+    if not same_windows:
+        # Windows of another form cannot be compared; the forecast starts from what it has learnt.
+        state = msgspec.structs.replace(state, history=LoadHistory(kept=config.windows_kept))
+    return msgspec.structs.replace(
+        engine,
+        config=config,
+        profiles=settings.profiles,
+        cross_node_bytes_per_s=settings.cross_node_bytes_per_s,
+        state=state,
+    )

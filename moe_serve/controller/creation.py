@@ -1,0 +1,161 @@
+"""Creating parts, and ending those that are to be replaced.
+
+Responsible for the order: the name is in the journal before the part exists, and goes from it after
+the part is ended. Tries again for as long as the part is wanted, with growing pauses. Must never
+decide whether a part is wanted. Called by the executor and when a life begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from moe_serve.controller.clock import DriverClock
+from moe_serve.controller.journal import Journal
+from moe_serve.controller.journal_rows import part_row
+from moe_serve.controller.journal_store import JournalFull
+from moe_serve.controller.names import Incarnations, PartKind, PartName
+from moe_serve.controller.parts import (
+    AnyPart,
+    PartTable,
+    ShardPart,
+    place_of,
+    rank_joined,
+    router_part,
+    shard_part,
+)
+from moe_serve.controller.settings import SupervisionLimits
+from moe_serve.controller.tasks import Tasks
+from moe_serve.errors import MoeServeError, StaleTerm, StartRefused
+from moe_serve.ports import Fleet
+from placement.messages.events import AnyEvent, RouterJoined
+
+PAUSE_MAX_S = 30.0
+"""Longest pause between two tries to create one part."""
+
+
+class Welcome(Protocol):
+    """Who looks after a part once it answers."""
+
+    def welcome(self, part: AnyPart) -> None:
+        """Keep it supplied with tables and watch it."""
+        ...
+
+    def farewell(self, part: AnyPart) -> None:
+        """Its life is over."""
+        ...
+
+
+class PartCreator:
+    """Creates the parts of one life. `host` is called with each part that answers."""
+
+    def __init__(  # noqa: PLR0913  # it meets fleet, journal and driver
+        self,
+        service_id: str,
+        fleet: Fleet,
+        *,
+        term: int,
+        journal: Journal,
+        clock: DriverClock,
+        parts: PartTable,
+        host: Welcome,
+        tasks: Tasks,
+        limits: SupervisionLimits,
+        post: Callable[[AnyEvent], Awaitable[None]],
+        fenced: Callable[[StaleTerm], None],
+    ) -> None:
+        self._service_id = service_id
+        self._fleet = fleet
+        self._journal = journal
+        self._clock = clock
+        self._parts = parts
+        self._host = host
+        self._tasks = tasks
+        self._limits = limits
+        self._post = post
+        self._fenced = fenced
+        self._incarnations = Incarnations(term)
+        self._making: set[tuple[PartKind, str]] = set()
+        self._room = asyncio.Semaphore(limits.create_at_once)
+
+    def replace_shard(self, rank: int, lost_incarnation: int) -> None:
+        """Create a shard for a rank, ending the lost life where it still lives."""
+        part = self._parts.shards.get(rank)
+        if part is not None and part.name.incarnation > lost_incarnation:
+            return  # replaced already
+        self._make(PartKind.SHARD, str(rank), part)
+
+    def replace_router(self, router: str) -> None:
+        """Create a router, ending the life there was."""
+        self._make(PartKind.ROUTER, router, self._parts.routers.get(router))
+
+    async def end(self, name: str) -> None:
+        """End a part and forget its name."""
+        await self._fleet.kill(name)
+        self._parts.names.pop(name, None)
+        await self._journal.commit([part_row(name, self._clock.now_s(), gone=True)])
+
+    def _make(self, kind: PartKind, place: str, old: AnyPart | None) -> None:
+        if old is not None:
+            self._parts.drop(old)
+            self._host.farewell(old)
+        if (kind, place) not in self._making:
+            self._making.add((kind, place))
+            self._tasks.spawn(self._until_made(kind, place))
+
+    async def _until_made(self, kind: PartKind, place: str) -> None:
+        pause_s = self._limits.create_attempt_pause_s
+        try:
+            while True:
+                try:
+                    await self._end_earlier(kind, place)
+                    async with self._room:
+                        part = await self._try(kind, place)
+                except StaleTerm as error:
+                    self._fenced(error)
+                    return
+                except MoeServeError as error:
+                    self._note(kind, place, error)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, PAUSE_MAX_S)
+                    continue
+                break
+        finally:
+            self._making.discard((kind, place))
+        self._parts.add(part)
+        await self.introduce(part)
+
+    async def introduce(self, part: AnyPart) -> None:
+        """Tell the engine of a part that is in the table, then keep it supplied and watched. A
+        router is in the acknowledging set before it gets a table."""
+        if isinstance(part, ShardPart):
+            await self._post(rank_joined(part.info))
+        else:
+            await self._post(
+                RouterJoined(at_s=0.0, router=part.name.place, incarnation=part.name.incarnation)
+            )
+        self._host.welcome(part)
+
+    async def _end_earlier(self, kind: PartKind, place: str) -> None:
+        """End every earlier life of the place that the journal names."""
+        earlier = f"{self._service_id}:{kind}:{place}:"
+        for name in [n for n in self._parts.names if n.startswith(earlier)]:
+            await self.end(name)
+
+    async def _try(self, kind: PartKind, place: str) -> AnyPart:
+        incarnation = self._incarnations.next()
+        name = PartName(self._service_id, kind, place, incarnation)
+        self._parts.names[str(name)] = None
+        await self._journal.commit([part_row(str(name), self._clock.now_s())])
+        if kind is PartKind.SHARD:
+            shard = await self._fleet.create_shard(str(name), name.rank, incarnation)
+            return shard_part(name, shard, await shard.describe(), self._clock.now_s())
+        router = await self._fleet.create_router(str(name), place, incarnation)
+        return router_part(name, router, await router.describe(), self._clock.now_s())
+
+    def _note(self, kind: PartKind, place: str, error: MoeServeError) -> None:
+        where = place_of(PartName(self._service_id, kind, place, 0))
+        self._parts.problems[where] = f"{where} does not start: {error.message}"
+        if isinstance(error, StartRefused) and not isinstance(error, JournalFull):
+            self._parts.refusals[where] = self._parts.refusals.get(where, 0) + 1

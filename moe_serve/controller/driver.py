@@ -1,0 +1,287 @@
+"""The loop: one task owns the engine; event -> inputs log -> step -> commit -> commands, in order.
+
+Responsible for the order that `Effects` demands: transitions are on disk before a command that
+follows from them is carried out, a table is sent before the commands after it. Stamps events with
+driver time. Must never decide. Called by the life that owns it; everything else posts events.
+
+Full disk. Effects with transitions that cannot be written are withheld, in order, and written again
+each second; automatic plans are paused. Effects without transitions (a lost rank's table, records)
+are carried out: a table follows from nothing that must be remembered, and a later one includes an
+earlier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from moe_serve.controller.book import Book
+from moe_serve.controller.clock import DriverClock
+from moe_serve.controller.fail_points import FailPoints
+from moe_serve.controller.journal import Journal
+from moe_serve.controller.journal_rows import (
+    Row,
+    StateSnapshot,
+    epoch_row,
+    snapshot_row,
+    transition_row,
+)
+from moe_serve.controller.journal_store import JournalFull
+from moe_serve.controller.tasks import Bell
+from moe_serve.errors import ResourceExhausted, Unavailable
+from placement.engine import RebalanceEngine
+from placement.messages.codec import encode
+from placement.messages.effects import (
+    Answer,
+    AnyCommand,
+    Effects,
+    PublishTable,
+    WakeAt,
+)
+from placement.messages.events import (
+    AnyEvent,
+    PauseAsked,
+    ResumeAsked,
+    TimerFired,
+    WindowClosed,
+)
+from placement.routing import RoutingTable
+
+NEVER_S = float("inf")
+EVENTS_MAX = 4096
+"""Events that may wait. Those who post more wait themselves."""
+ASKS_MAX = 256
+"""Operators' requests without an answer; above it RESOURCE_EXHAUSTED."""
+FULL_RETRY_S = 1.0
+"""Wait before a commit that a full disk refused is tried again."""
+OWN_REQUEST = 0
+"""Number of requests the controller makes of its own engine; nobody waits for the answer."""
+
+
+class Executor(Protocol):
+    """Carries out commands. Both return at once; answers come back as events."""
+
+    def publish(self, table: RoutingTable) -> None:
+        """Send the table to every part."""
+        ...
+
+    def start(self, command: AnyCommand) -> None:
+        """Begin any other command."""
+        ...
+
+
+class Driver:
+    """Owner of one engine.
+
+    parts: names of parts in the journal now, for snapshots. snapshot_every: transitions after
+    which a snapshot follows.
+    """
+
+    def __init__(  # noqa: PLR0913  # the loop is where everything meets
+        self,
+        engine: RebalanceEngine,
+        *,
+        journal: Journal,
+        clock: DriverClock,
+        executor: Executor,
+        book: Book,
+        bell: Bell,
+        parts: Callable[[], tuple[str, ...]],
+        fail_points: FailPoints,
+        snapshot_every: int,
+    ) -> None:
+        self.engine = engine
+        self._journal = journal
+        self._clock = clock
+        self._executor = executor
+        self._book = book
+        self._bell = bell
+        self._parts = parts
+        self._fail_points = fail_points
+        self._snapshot_every = snapshot_every
+        self._events: asyncio.Queue[AnyEvent] = asyncio.Queue(EVENTS_MAX)
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._next_request = OWN_REQUEST + 1
+        self._wake_at_s = clock.now_s()
+        self._since_snapshot = 0
+        self._told = _intent(engine)
+        self._withheld: list[Effects] = []
+        self._retry_at_s = NEVER_S
+        self._paused_here = False
+        self.problem = ""
+        """Why moves stand still, "" where they do not."""
+
+    async def post(self, event: AnyEvent) -> None:
+        """Let the event happen; its `at_s` is stamped when its turn comes."""
+        await self._events.put(event)
+
+    async def ask(self, make: Callable[[int], AnyEvent]) -> Answer:
+        """Post an operator's request made with the number given, and wait for its answer. Raises
+        ResourceExhausted."""
+        if len(self._answers) >= ASKS_MAX:
+            raise ResourceExhausted(f"{ASKS_MAX} requests wait for an answer; try later")
+        number = self._next_request
+        self._next_request += 1
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            await self.post(make(number))
+            return await answer
+        finally:
+            self._answers.pop(number, None)
+
+    async def run(self) -> None:
+        """Take events for ever. Raises StaleTerm where another controller owns the journal."""
+        try:
+            while True:
+                await self._take(await self._next())
+        finally:
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(Unavailable("the controller restarts; ask again"))
+
+    async def _next(self) -> AnyEvent:
+        while True:
+            now_s = self._clock.now_s()
+            if now_s >= self._retry_at_s:
+                await self._carry_out_withheld()
+            if now_s >= self._wake_at_s and self._events.empty():
+                return TimerFired(at_s=now_s)
+            until_s = min(self._wake_at_s, self._retry_at_s)
+            try:
+                async with asyncio.timeout(None if until_s == NEVER_S else until_s - now_s):
+                    return await self._events.get()
+            except TimeoutError:
+                continue
+
+    async def _take(self, event: AnyEvent) -> None:
+        at_s = self._clock.now_s()
+        event = msgspec.structs.replace(event, at_s=at_s)
+        if self._journal.wants_segment(at_s):
+            self._journal.begin_segment(at_s, encode(self.engine.snapshot()))
+        self._journal.append_input(at_s, encode(event))
+        if at_s >= self._wake_at_s:
+            self._wake_at_s = NEVER_S
+        if isinstance(event, WindowClosed):
+            self._book.window = event.window
+        effects = self.engine.step(event)
+        self._book.add(effects.records)
+        run = self.engine.state.run
+        self._book.note(effects.transitions, () if run is None else run.steps)
+        await self._write_and_execute(effects, at_s)
+        if effects.records or effects.transitions or effects.commands:
+            self._bell.ring()
+
+    async def _write_and_execute(self, effects: Effects, at_s: float) -> None:
+        rows = self._rows(effects, at_s)
+        for command in effects.commands:
+            if isinstance(command, WakeAt):  # of no consequence, and only the latest counts
+                self._wake_at_s = command.at_s
+        if effects.transitions and self._withheld:
+            self._withheld.append(effects)
+            return
+        self._fail_points.at_commit("before", effects.transitions)
+        if rows:
+            try:
+                await self._journal.commit(rows)
+            except JournalFull as error:
+                self._disk_full(error, effects)
+                if effects.transitions:
+                    return
+            else:
+                self._since_snapshot += len(effects.transitions)
+        self._fail_points.at_commit("after", effects.transitions)
+        self._execute(effects)
+
+    def _rows(self, effects: Effects, at_s: float) -> list[Row]:
+        rows = [transition_row(t) for t in effects.transitions]
+        for command in effects.commands:
+            if isinstance(command, PublishTable):
+                self._book.epochs_published += 1
+                rows.append(epoch_row(command.table.epoch, at_s))
+        intent = _intent(self.engine)
+        if intent != self._told or self._since_snapshot >= self._snapshot_every:
+            self._told, self._since_snapshot = intent, 0
+            rows.append(snapshot_row(self.snapshot(at_s)))
+        return rows
+
+    def snapshot(self, at_s: float) -> StateSnapshot:
+        """Everything that must be remembered, now."""
+        return StateSnapshot(
+            term=self.engine.state.term,
+            epoch=self.engine.state.epoch,
+            at_s=at_s,
+            engine=self.engine.snapshot(),
+            parts=self._parts(),
+            epochs_published=self._book.epochs_published,
+        )
+
+    def _execute(self, effects: Effects) -> None:
+        for command in effects.commands:
+            if isinstance(command, WakeAt):
+                continue
+            if isinstance(command, Answer):
+                waiting = self._answers.get(command.request_id)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(command)
+            elif isinstance(command, PublishTable):
+                followed = bool(effects.transitions)
+                if followed:
+                    self._fail_points.at_publish("before")
+                self._executor.publish(command.table)
+                if followed:
+                    self._fail_points.at_publish("after")
+            else:
+                self._executor.start(command)
+
+    def _disk_full(self, error: JournalFull, effects: Effects) -> None:
+        if not self.problem:
+            self.problem = f"no new moves: {error.message}"
+            self._told = ()  # whatever was to be told is told with the next commit
+            self._paused_here = not self.engine.state.paused
+            if self._paused_here:
+                self._post_soon(PauseAsked(at_s=0.0, request_id=OWN_REQUEST, reason=self.problem))
+        if effects.transitions:
+            self._withheld.append(effects)
+        self._retry_at_s = self._clock.now_s() + FULL_RETRY_S
+
+    def _post_soon(self, event: AnyEvent) -> None:
+        # From within the loop a full queue cannot be waited for: only the loop empties it.
+        if not self._events.full():
+            self._events.put_nowait(event)
+
+    async def _carry_out_withheld(self) -> None:
+        """Write what a full disk refused and carry it out, oldest first; where there is still no
+        room, wait again."""
+        try:
+            # One transaction with a snapshot: it holds all that the withheld transitions did.
+            at_s = self._clock.now_s()
+            rows = [transition_row(t) for effects in self._withheld for t in effects.transitions]
+            await self._journal.commit([*rows, snapshot_row(self.snapshot(at_s))])
+        except JournalFull:
+            self._retry_at_s = self._clock.now_s() + FULL_RETRY_S
+            return
+        withheld, self._withheld = self._withheld, []
+        self._told, self._since_snapshot = _intent(self.engine), 0
+        self._retry_at_s, self.problem = NEVER_S, ""
+        for effects in withheld:
+            self._execute(effects)
+        if self._paused_here:
+            self._post_soon(ResumeAsked(at_s=0.0, request_id=OWN_REQUEST))
+        self._bell.ring()
+
+
+def _intent(engine: RebalanceEngine) -> tuple[object, ...]:
+    """What no transition tells: a change of it is followed by a snapshot."""
+    state = engine.state
+    return (
+        state.paused,
+        None if state.run is None else state.run.plan_id,
+        *(
+            (r.status, r.incarnation, r.num_slots, r.draining, r.wanted_slots, r.budget_bytes)
+            for r in state.ranks
+        ),
+    )

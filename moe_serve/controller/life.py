@@ -1,0 +1,234 @@
+"""One term of the controller: everything that lives from one claim of a term to its end.
+
+Responsible for wiring, for the order of a start (journal, term, snapshot, then the first event),
+and for ending all of it together. Must never decide. Called by the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from moe_serve.controller.beginning import Beginning
+from moe_serve.controller.book import Book
+from moe_serve.controller.creation import PartCreator
+from moe_serve.controller.driver import Driver
+from moe_serve.controller.executor import CommandExecutor
+from moe_serve.controller.fail_points import FailPoints
+from moe_serve.controller.journal_rows import snapshot_row
+from moe_serve.controller.parts import AnyPart, PartTable, ShardPart
+from moe_serve.controller.polls import Polls
+from moe_serve.controller.publisher import Publisher
+from moe_serve.controller.settings import ControllerSettings
+from moe_serve.controller.supervision import Supervision
+from moe_serve.controller.tasks import Bell, Tasks
+from moe_serve.errors import StaleTerm
+from moe_serve.ports import Fleet
+from placement.engine.state import RankStatus
+from placement.load import LoadFolder
+from placement.messages.effects import Answer
+from placement.messages.events import AnyEvent, RankLost, RouterLeft
+
+
+class Life:
+    """`open` first, then `run` until it ends; `stop` in any case."""
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        fleet: Fleet,
+        beginning: Beginning,
+        *,
+        book: Book,
+        bell: Bell,
+        fail_points: FailPoints,
+    ) -> None:
+        self.settings = settings
+        self.beginning = beginning
+        self.journal = beginning.journal
+        self.clock = beginning.clock
+        self.term = beginning.term
+        self.parts = PartTable(names=dict.fromkeys(self._names()))
+        self._fleet = fleet
+        self._book = book
+        self._tasks = Tasks()
+        self._ended = False
+        engine, limits, config = beginning.engine, settings.supervision, settings.config
+        spec = settings.spec
+        folder = LoadFolder(
+            num_layers=spec.num_layers,
+            num_experts=spec.num_experts,
+            num_ranks=len(settings.ranks),
+            window_s=config.window_s,
+            sub_windows=config.sub_windows,
+            start_s=self.clock.now_s(),
+        )
+        self.supervision = Supervision(
+            fleet,
+            limits=limits,
+            clock=self.clock,
+            parts=self.parts,
+            folder=folder,
+            tasks=self._tasks,
+            ask=self._ask,
+            forget=self._forget,
+            ensure=lambda rank: self.creator.replace_shard(rank, -1),
+        )
+        self.publisher = Publisher(
+            self.parts, self._tasks, self._post, self._fenced, limits.call_timeout_s
+        )
+        self.creator = PartCreator(
+            settings.service_id,
+            fleet,
+            term=self.term,
+            journal=self.journal,
+            clock=self.clock,
+            parts=self.parts,
+            host=self.supervision,
+            tasks=self._tasks,
+            limits=limits,
+            post=self._post,
+            fenced=self._fenced,
+        )
+        self._executor = CommandExecutor(
+            self.term,
+            config,
+            parts=self.parts,
+            publisher=self.publisher,
+            maker=self.creator,
+            tasks=self._tasks,
+            post=self._post,
+            fenced=self._fenced,
+        )
+        self.supervision.publisher = self.publisher
+        self.supervision.polls = Polls(
+            fleet,
+            term=self.term,
+            config=config,
+            limits=limits,
+            clock=self.clock,
+            parts=self.parts,
+            folder=folder,
+            host=self.supervision,
+            post=self._post,
+            fenced=self._fenced,
+        )
+        self.driver = Driver(
+            engine,
+            journal=self.journal,
+            clock=self.clock,
+            executor=self._executor,
+            book=book,
+            bell=bell,
+            parts=lambda: tuple(self.parts.names),
+            fail_points=fail_points,
+            snapshot_every=settings.journal.snapshot_every,
+        )
+
+    async def run(self) -> None:
+        """Serve until something ends this life; raises what did: StaleTerm where another
+        controller has a higher term."""
+        self._tasks.spawn(self.driver.run())
+        self._tasks.spawn(self._start_parts())
+        self._tasks.spawn(self.supervision.watch_nodes())
+        history = self.driver.engine.state.history.windows
+        first_index = history[-1].index + 1 if history else 0
+        window_s = self.settings.config.window_s
+        self._tasks.spawn(self.supervision.close_windows(window_s, first_index, self._post))
+        raise await self._tasks.failure()
+
+    async def stop(self) -> None:
+        """End every task and close the journal. Parts live on."""
+        if self._ended:
+            return
+        self._ended = True
+        await self._tasks.stop()
+        await self.journal.close()
+
+    async def end_parts(self) -> list[str]:
+        """End every part by the journal's list, and what else answers to the service id; the
+        journal is closed for good. Returns the names ended."""
+        await self._tasks.stop()
+        names = sorted({*self.parts.names, *await self._fleet.part_names()})
+        await asyncio.gather(*(self._fleet.kill(name) for name in names))
+        await self.journal.mark_closed()
+        return names
+
+    async def open(self) -> None:
+        """The journal is ours, and says where we begin, before anything is commanded. Raises
+        StaleTerm, JournalFull."""
+        self._book.epochs_published = self.beginning.epochs_published
+        self._book.recall_run(self.driver.engine.state)
+        await self.journal.open_term(
+            self.term,
+            snapshot_row(self.driver.snapshot(self.clock.now_s())),
+            owner=self.beginning.owner,
+            starts=self.beginning.starts,
+        )
+
+    async def _start_parts(self) -> None:
+        """Adopted parts first, then what the engine must know to be gone, then what is missing."""
+        adopted = self.beginning.adopted
+        for name in adopted.to_end:
+            await self._fleet.kill(name)
+            self.parts.names.pop(name, None)
+        for part in self._found():
+            part.heard_s = self.clock.now_s()
+            self.parts.add(part)
+            await self.creator.introduce(part)
+        await self._tell_gone()
+        for rank in self.settings.ranks:
+            state = self.driver.engine.state.ranks[rank.rank]
+            if rank.rank not in self.parts.shards and not state.draining:
+                self.creator.replace_shard(rank.rank, -1)
+        for router in self.settings.routers:
+            if router not in self.parts.routers:
+                self.creator.replace_router(router)
+
+    def _found(self) -> list[AnyPart]:
+        """Adopted parts that have a place here."""
+        adopted = self.beginning.adopted
+        ranks = len(self.settings.ranks)
+        return [
+            *(part for part in adopted.shards if part.name.rank < ranks),
+            *(part for part in adopted.routers if part.name.place in self.settings.routers),
+        ]
+
+    def _names(self) -> list[str]:
+        """Parts to be remembered: those of the journal, and those adopted without one."""
+        return [*self.beginning.journal_names, *(str(part.name) for part in self._found())]
+
+    async def _tell_gone(self) -> None:
+        state = self.driver.engine.state
+        for rank in state.ranks:
+            if rank.rank not in self.parts.shards and rank.status is RankStatus.RESTORED:
+                await self._post(
+                    RankLost(
+                        at_s=0.0,
+                        rank=rank.rank,
+                        incarnation=rank.incarnation,
+                        reason="not found when the controller restarted",
+                    )
+                )
+        for router in sorted(state.routers):
+            if router not in self.parts.routers:
+                await self._post(
+                    RouterLeft(
+                        at_s=0.0,
+                        router=router,
+                        reason="not found when the controller restarted",
+                        gone=True,
+                    )
+                )
+
+    async def _ask(self, make: Callable[[int], AnyEvent]) -> Answer:
+        return await self.driver.ask(make)
+
+    def _forget(self, part: ShardPart) -> None:
+        self._executor.forget(part)
+
+    async def _post(self, event: AnyEvent) -> None:
+        await self.driver.post(event)
+
+    def _fenced(self, error: StaleTerm) -> None:
+        self._tasks.fail(error)

@@ -1,0 +1,269 @@
+"""The controller as one object: lives one after another, an admin port over them all.
+
+Responsible for starting once, for beginning again when fenced, and for ending everything. Must
+never decide about experts. Called by the actor, and by tests directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from moe_serve.controller.admin_server import AdminServer
+from moe_serve.controller.beginning import begin
+from moe_serve.controller.book import Book
+from moe_serve.controller.fail_points import FailPoints, kill_self
+from moe_serve.controller.life import Life
+from moe_serve.controller.settings import ControllerSettings
+from moe_serve.controller.tasks import Bell
+from moe_serve.controller.views import Sight, placement_view, router_ready
+from moe_serve.errors import MoeServeError, StaleTerm, Unavailable
+from moe_serve.ports import Fleet
+
+FENCED_PAUSE_S = 1.0
+"""Wait before a fenced controller claims again; doubles with each fence in a row, up to 60 s, so
+that two of them do not chase each other."""
+FENCED_PAUSE_MAX_S = 60.0
+CALM_S = 120.0
+"""A life that lasted this long ends the row of fences."""
+
+_log = structlog.get_logger(__name__)
+
+
+class ControllerService:
+    """Start with `start`; end with `down` (parts too) or `stop` (parts live on).
+
+    owner: name of this machine, as the journal records it. crash: what a fail point does. on_fatal:
+    called where the controller cannot go on because of a bug; an actor ends its process then, so
+    that Ray restarts it.
+    """
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        fleet: Fleet,
+        *,
+        owner: str = "",
+        serve_admin: bool = True,
+        crash: Callable[[], None] = kill_self,
+        on_fatal: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self.settings = settings
+        self.book = Book(records_kept=settings.records_kept, moves_kept=settings.moves_kept)
+        self._fleet = fleet
+        self._owner = owner or platform.node()
+        self._crash = crash
+        self._on_fatal = on_fatal
+        self._serve_admin = serve_admin
+        self._starting = asyncio.Lock()
+        self._life: Life | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._admin: AdminServer | None = None
+        self._bell: Bell | None = None
+        self._started_s = 0.0
+        self._ended = False
+
+    @property
+    def admin_address(self) -> str:
+        """host:port of PlacementService, "" before it is bound."""
+        return "" if self._admin is None else self._admin.address
+
+    @property
+    def life(self) -> Life:
+        """The life of the present term. Raises Unavailable between two."""
+        if self._life is None:
+            raise Unavailable("the controller is starting; ask again")
+        return self._life
+
+    @property
+    def bell(self) -> Bell:
+        """Rings at every change that people may watch. Raises Unavailable before the start."""
+        if self._bell is None:
+            raise Unavailable("the controller is starting; ask again")
+        return self._bell
+
+    def sight(self) -> Sight:
+        """What views are built from, now. Raises Unavailable between two lives."""
+        life = self.life
+        engine = life.driver.engine
+        return Sight(
+            settings=self.settings,
+            state=engine.state,
+            parts=life.parts,
+            book=self.book,
+            table=life.publisher.newest,
+            now_s=life.clock.now_s(),
+            started_s=self._started_s,
+            problems=tuple(p for p in (*life.beginning.problems, life.driver.problem) if p),
+        )
+
+    async def start(self) -> None:
+        """Begin the first life and open the admin port; calling it again does nothing. Raises
+        StartRefused, Unavailable, JournalFull; nothing is left open then."""
+        async with self._starting:
+            if self._keeper is not None:
+                return
+            self._bell = Bell()
+            life = await self._begin(term_seen=0, counts_as_start=True)
+            if self._serve_admin:
+                admin = AdminServer(self)
+                try:
+                    port = await admin.start(life.beginning.admin_port)
+                    await life.journal.note_admin_port(port)
+                except BaseException:
+                    await admin.stop()
+                    await life.stop()
+                    raise
+                self._admin = admin
+            self._life = life
+            self._started_s = life.clock.now_s()
+            self._keeper = asyncio.create_task(self._keep(life))
+
+    async def stop(self) -> None:
+        """End this controller; parts and journal stay as they are."""
+        self._ended = True
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._admin is not None:
+            await self._admin.stop()
+            self._admin = None
+        life, self._life = self._life, None
+        if life is not None:
+            await life.stop()
+
+    async def down(self, grace_s: float = 5.0) -> list[str]:
+        """End every part of the service and close the journal for good. Returns the names ended."""
+        if self._life is None or self._ended:
+            names = sorted(await self._fleet.part_names())
+            await asyncio.gather(*(self._fleet.kill(name) for name in names))
+            return names
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        async with asyncio.timeout(max(grace_s, 1.0) + 30.0):
+            names = await self._life.end_parts()
+        await self.stop()
+        return names
+
+    def describe(self) -> dict[str, Any]:
+        """See `ControllerActor.describe`."""
+        if self._life is None:
+            return {
+                "admin_address": self.admin_address,
+                "term": 0,
+                "epoch": 0,
+                "ready": False,
+                "state": "starting",
+                "problems": [],
+                "parts": [],
+                "router_addresses": [],
+                "restarts": 0,
+                "refused": "",
+            }
+        sight = self.sight()
+        view = placement_view(sight)
+        parts = sight.parts
+        ready = (
+            sight.state.published
+            and not view.missing
+            and sight.table is not None
+            and all(router_ready(sight, router) for router in self.settings.routers)
+        )
+        refused = sorted(place for place, times in parts.refusals.items() if times >= 2)
+        return {
+            "admin_address": self.admin_address,
+            "term": sight.state.term,
+            "epoch": sight.state.epoch,
+            "ready": ready,
+            "state": view.state,
+            "problems": list(view.problems),
+            "parts": [
+                {
+                    "name": str(part.name),
+                    "kind": str(part.name.kind),
+                    "place": part.name.place,
+                    "incarnation": part.name.incarnation,
+                    "pid": part.info.pid,
+                }
+                for part in parts.all()
+            ],
+            "router_addresses": list(parts.peers()),
+            "restarts": self._life.beginning.restarts,
+            "refused": parts.problems[refused[0]] if refused else "",
+        }
+
+    async def _begin(self, *, term_seen: int, counts_as_start: bool) -> Life:
+        beginning = await begin(
+            self.settings,
+            self._fleet,
+            owner=self._owner,
+            term_seen=term_seen,
+            counts_as_start=counts_as_start,
+        )
+        armed = self.settings.fail_point if beginning.term == self.settings.fail_term else None
+        life = Life(
+            self.settings,
+            self._fleet,
+            beginning,
+            book=self.book,
+            bell=self.bell,
+            fail_points=FailPoints(armed, self._crash),
+        )
+        try:
+            await life.open()
+        except BaseException:
+            await life.stop()
+            raise
+        _log.info(
+            "controller began",
+            service=self.settings.service_id,
+            term=life.term,
+            going_on=beginning.going_on,
+            adopted=len(beginning.adopted.shards) + len(beginning.adopted.routers),
+            problems=beginning.problems,
+        )
+        return life
+
+    async def _keep(self, life: Life) -> None:
+        """Run lives until one ends for another reason than a fence."""
+        fences = 0
+        while True:
+            began_s = life.clock.now_s()
+            try:
+                await life.run()
+            except StaleTerm as error:
+                self._life = None
+                await life.stop()
+                fences = 1 if life.clock.now_s() - began_s > CALM_S else fences + 1
+                _log.warning("controller was fenced", term=life.term, by_term=error.term)
+                life = await self._begin_again(error.term, fences)
+                self._life = life
+                self.bell.ring()
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                self._life = None
+                # As text without local variables: those may hold what no log may.
+                trace = "".join(traceback.format_exception(error))
+                _log.error("controller cannot go on", term=life.term, trace=trace)
+                await life.stop()
+                self._on_fatal(error)
+                return
+
+    async def _begin_again(self, term_seen: int, fences: int) -> Life:
+        pause_s = min(FENCED_PAUSE_S * 2 ** (fences - 1), FENCED_PAUSE_MAX_S)
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                return await self._begin(term_seen=term_seen, counts_as_start=False)
+            except StaleTerm as error:
+                term_seen = max(term_seen, error.term)
+            except MoeServeError as error:
+                _log.warning("controller could not begin again", reason=error.message)
+            pause_s = min(2 * pause_s, FENCED_PAUSE_MAX_S)

@@ -1,0 +1,339 @@
+"""How controller, router and shard meet: Protocols and the plain data that crosses them. No
+behaviour.
+
+Each Protocol has a real and a fake implementation and one contract suite. The controller reaches
+shards and routers through ShardPort and RouterPort (Ray calls behind), creates them through Fleet;
+routers reach shards through ShardChannel (ZeroMQ behind). No part imports another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from placement.load import DemandReport, HotnessReport
+from placement.messages.effects import (
+    AbortAdd,
+    CopyExpert,
+    ReleaseSlot,
+    ReserveSlot,
+    SetRankSlots,
+    VerifyExpert,
+)
+from placement.messages.events import (
+    AddAborted,
+    BudgetApplied,
+    ExpertCopied,
+    ExpertVerified,
+    ResidentSlot,
+    SlotReleased,
+    SlotReserved,
+    StepFailed,
+)
+from placement.routing import RankAddress, RoutingTable
+
+
+class DType(IntEnum):
+    """Element type of hidden states. Raw rows of BFLOAT16 travel as uint16."""
+
+    FLOAT32 = 1
+    BFLOAT16 = 2
+    FLOAT16 = 3
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is DType.FLOAT32 else 2
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """dtype of the raw array: float32, float16, or uint16 for BFLOAT16."""
+        return np.dtype({1: np.float32, 2: np.uint16, 3: np.float16}[int(self)])
+
+
+class Cause(IntEnum):
+    """Why a sub-call was sent. Only FIRST is demand."""
+
+    FIRST = 0
+    RETRY = 1
+    HEDGE = 2
+
+
+class RowStatus(IntEnum):
+    """What the shard did with a row of a sub-call. A row is served or refused whole."""
+
+    SERVED = 0
+    STALE = 1
+    """A pair of the row names a (slot, tag) that is not resident."""
+    REFUSED = 2
+    """Draining, busy beyond its bound, or past the deadline before it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubCall:
+    """One message of a call to one shard: R rows and P pairs (a pair = a row and one of its
+    experts).
+
+    rows: raw [R, H] of `dtype`. row_id int32 [R]: row number in the request. pair_row int32 [P]
+    indexes `rows`; pair_slot int32, pair_tag int64, pair_gate float32, pair_k int32 [P] (k-slot in
+    the request), pair_expert int32 [P] (only for counting: the tag is what is checked).
+    (request_key, layer, row_id, pair_k) names a contribution.
+    """
+
+    router: str
+    call_id: int
+    sub_id: int
+    request_key: int
+    layer: int
+    phase: int
+    cause: Cause
+    incarnation: int
+    term: int
+    epoch: int
+    dtype: DType
+    timeout_s: float
+    rows: npt.NDArray[Any]
+    row_id: npt.NDArray[np.int32]
+    pair_row: npt.NDArray[np.int32]
+    pair_slot: npt.NDArray[np.int32]
+    pair_tag: npt.NDArray[np.int64]
+    pair_gate: npt.NDArray[np.float32]
+    pair_k: npt.NDArray[np.int32]
+    pair_expert: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SubReply:
+    """Answer to a SubCall. `partial` raw [served rows, H] of the sub-call's dtype, in row order of
+    the SERVED rows: the gate-weighted sum over the row's pairs. row_status uint8 [R]
+    (RowStatus)."""
+
+    call_id: int
+    sub_id: int
+    incarnation: int
+    term: int
+    epoch: int
+    """Newest table this shard knows; a router behind it fetches."""
+    row_status: npt.NDArray[np.uint8]
+    partial: npt.NDArray[Any]
+    backlog_s: float
+    """Seconds of work queued at the rank when this reply was built."""
+    backlog_seq: int
+    queue_s: float
+    compute_s: float
+    detail: str = ""
+
+
+class ShardChannel(Protocol):
+    """A router's way to one shard incarnation."""
+
+    @property
+    def address(self) -> RankAddress:
+        """Whom this channel reaches."""
+        ...
+
+    @property
+    def connected(self) -> bool:
+        """False from the moment the socket monitor saw a disconnect until it is back."""
+        ...
+
+    async def forward(self, call: SubCall) -> SubReply:
+        """Send and await the reply. Raises WireLost (disconnect, no answer in timeout_s),
+        InvalidArgument."""
+        ...
+
+    async def fetch_table(self) -> RoutingTable | None:
+        """Newest table the shard keeps. Raises WireLost."""
+        ...
+
+    async def close(self) -> None:
+        """Close the socket; calls in flight end with WireLost."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """What a shard says of itself."""
+
+    rank: int
+    node: str
+    failure_domain: str
+    profile: str
+    address: RankAddress
+    num_slots: int
+    budget_bytes: int
+    slot_bytes: int
+    backend: str
+    simulated: bool
+    pid: int
+    highest_term: int
+    highest_epoch: int
+    resident: tuple[ResidentSlot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """Periodic answer of a shard: un-acknowledged hotness reports and gauges."""
+
+    rank: int
+    incarnation: int
+    reports: tuple[HotnessReport, ...]
+    backlog_s: float
+    resident_bytes: int
+    reserved_bytes: int
+    budget_bytes: int
+    highest_term: int
+    highest_epoch: int
+    busy: bool
+    """True where the compute thread is working: silence of probes is then explained."""
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+ShardCommand = ReserveSlot | CopyExpert | VerifyExpert | AbortAdd | ReleaseSlot | SetRankSlots
+ShardAnswer = (
+    SlotReserved
+    | ExpertCopied
+    | ExpertVerified
+    | AddAborted
+    | SlotReleased
+    | BudgetApplied
+    | StepFailed
+)
+
+
+class ShardPort(Protocol):
+    """The controller's way to one shard. Every call is idempotent by (step id, tag) and carries the
+    term."""
+
+    async def describe(self) -> ShardInfo:
+        """Identity, inventory, budgets."""
+        ...
+
+    async def execute(self, term: int, command: ShardCommand) -> ShardAnswer:
+        """Run one placement command. Raises StaleTerm where the shard has seen a higher term,
+        Unavailable where it is gone. The answer's at_s is the shard's and is restamped by the
+        driver."""
+        ...
+
+    async def install_table(self, table: RoutingTable) -> int:
+        """Keep the table if it is newer. Returns the newest epoch held. Raises StaleTerm."""
+        ...
+
+    async def report(self, acked_seq: int) -> ShardReport:
+        """Reports after `acked_seq`; those up to it may be forgotten."""
+        ...
+
+    async def probe(self) -> float:
+        """Seconds of one probe row through queue and compute thread. Raises Unavailable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RouterInfo:
+    """What a router says of itself."""
+
+    router: str
+    incarnation: int
+    grpc_address: str
+    node: str
+    pid: int
+    highest_term: int
+    highest_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    """Periodic answer of a router: un-acknowledged demand, acknowledgements, suspects, gauges."""
+
+    router: str
+    incarnation: int
+    applied_epoch: int
+    quiesced_epoch: int
+    """Greatest e such that nothing split under an epoch below e is in flight."""
+    reports: tuple[DemandReport, ...]
+    suspects: tuple[tuple[int, int, str], ...]
+    """(rank, incarnation, reason) of shards whose connection broke or which were ejected."""
+    counters: dict[str, float] = field(default_factory=dict)
+    """Totals since start: requests, tokens, failed, retried_pairs, hedged_pairs, stale_pairs,
+    dropped_replies ..."""
+    quantiles: dict[str, float] = field(default_factory=dict)
+    """dispatch_p50_s, dispatch_p99_s of the last report interval, loop_lag_s."""
+
+
+class RouterPort(Protocol):
+    """The controller's way to one router."""
+
+    async def describe(self) -> RouterInfo:
+        """Identity and port."""
+        ...
+
+    async def install_table(self, table: RoutingTable, peers: Sequence[str]) -> int:
+        """Use the table for new batches if it is newer. `peers`: gRPC addresses of all routers, for
+        GetModelSpec. Returns the applied epoch. Raises StaleTerm."""
+        ...
+
+    async def report(self, acked_seq: int) -> RouterReport:
+        """Demand after `acked_seq`; what is up to it may be forgotten."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """One node of the cluster as the fleet sees it."""
+
+    node: str
+    alive: bool
+    labels: dict[str, str]
+    draining_deadline_s: float | None = None
+
+
+class Fleet(Protocol):
+    """Creates, finds and ends parts. Names are journalled by the caller before creation."""
+
+    async def create_shard(self, name: str, rank: int, incarnation: int) -> ShardPort:
+        """Start a shard actor for the rank and wait until it answers. Raises StartRefused,
+        Unavailable."""
+        ...
+
+    async def create_router(self, name: str, router: str, incarnation: int) -> RouterPort:
+        """Start a router actor and wait until its port is bound. Raises StartRefused,
+        Unavailable."""
+        ...
+
+    async def find_shard(self, name: str) -> ShardPort | None:
+        """Handle of a live shard actor of that name."""
+        ...
+
+    async def find_router(self, name: str) -> RouterPort | None:
+        """Handle of a live router actor of that name."""
+        ...
+
+    async def part_names(self) -> tuple[str, ...]:
+        """Names of all live actors of this service id (controller and page excluded)."""
+        ...
+
+    async def kill(self, name: str) -> None:
+        """End a part by name; absent is fine."""
+        ...
+
+    async def alive(self, name: str) -> bool:
+        """Ray's word on whether the actor lives."""
+        ...
+
+    async def nodes(self) -> tuple[NodeInfo, ...]:
+        """Nodes with their labels and drain deadlines."""
+        ...
+
+    async def claim_term(self, term: int) -> bool:
+        """Atomic create-if-absent of the term in the cluster's key-value store. False where it is
+        taken."""
+        ...
+
+    async def highest_term(self) -> int:
+        """Greatest term claimed so far, 0 if none."""
+        ...

@@ -1,0 +1,45 @@
+"""The few private Ray calls the service needs, in one place so that a Ray upgrade is checked here.
+
+Responsible for: draining nodes, and the atomic create-if-absent in Ray's key-value store that
+claims a term. Called by `bootstrap` only. Written for ray>=2.60,<2.62.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray._private.state import state as _ray_state
+from ray.experimental import internal_kv as _kv
+
+_TERM_PREFIX = "moe_serve/term/"
+
+
+def draining_nodes() -> dict[str, float]:
+    """Node id -> deadline of its drain, in seconds of the Unix epoch (0 = none given). Blocks: call
+    off the loop."""
+    found: dict[str, int] = _ray_state.get_draining_nodes()
+    return {node: deadline_ms / 1000.0 for node, deadline_ms in found.items()}
+
+
+def claim_term(service: str, term: int) -> bool:
+    """Create the key of a term. True for exactly one caller, ever; the losers get False. Blocks."""
+    already_there = _kv._internal_kv_put(
+        f"{_TERM_PREFIX}{service}/{term:012d}", b"1", overwrite=False
+    )
+    return not already_there
+
+
+def highest_term(service: str) -> int:
+    """Greatest claimed term of a service, 0 if none. Blocks."""
+    keys: list[bytes] = _kv._internal_kv_list(f"{_TERM_PREFIX}{service}/")
+    return max((int(key.decode().rsplit("/", 1)[1]) for key in keys), default=0)
+
+
+def actor_nodes() -> dict[str, str]:
+    """Name -> node id of every live named actor. Blocks."""
+    table: dict[str, dict[str, Any]] = _ray_state.actor_table(None)
+    return {
+        str(entry["Name"]): str(entry["Address"]["NodeID"])
+        for entry in table.values()
+        if entry["Name"] and entry["State"] in {"ALIVE", "PENDING_CREATION", "RESTARTING"}
+    }

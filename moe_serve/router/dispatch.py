@@ -1,0 +1,442 @@
+"""One request from checked arrays to combined output: plan, send, await, retry, combine.
+
+Responsible for driving `placement.roles.router` with real time, channels and threads. Must never
+decide what the role decides. Called by `service`; plain asyncio, so a test builds it in one line
+with fake channels. Only one loop may use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_serve.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    MoeServeError,
+    StaleTerm,
+    Unavailable,
+    WireLost,
+)
+from moe_serve.ports import RouterInfo, RouterReport, SubCall, SubReply
+from moe_serve.router.checks import ForwardInput
+from moe_serve.router.combine import combine_rows, gather_rows
+from moe_serve.router.demand import DemandLog
+from moe_serve.router.faults import FaultInjector
+from moe_serve.router.flight import Flight, error_of, ledger_entries, sub_call_of, well_formed
+from moe_serve.router.lanes import ChannelFactory, Lane, Lanes
+from moe_serve.router.ledger import CombinedLedger
+from moe_serve.router.open_work import OpenWork
+from moe_serve.router.pulse import Pulse
+from moe_serve.router.settings import RouterSettings
+from placement.roles.calls import Cause, Contribution
+from placement.roles.router import RouterRole
+from placement.roles.router_records import (
+    PAIR_COUNTERS,
+    Acceptance,
+    Dispatch,
+    Failure,
+    PlanJob,
+    Retry,
+    Step,
+)
+from placement.routing import RoutingTable
+from placement.split import count_ids
+from placement.topology import NUM_PHASES
+
+_T = TypeVar("_T")
+SPLIT_BYTES_PER_PAIR = 32
+"""Work of the splitter for one pair, in bytes touched: decides whether it runs in a thread."""
+_FETCH_TIMEOUT_S = 1.0
+_DEADLINE_SLACK_S = 0.002
+_KEYS_PER_LIFE = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardOutput:
+    """output: raw [T, H] of the request's dtype. (term, epoch): newest table the batch was split
+    under.
+    """
+
+    output: npt.NDArray[Any]
+    term: int
+    epoch: int
+    weights_version: str
+
+
+class RouterCore:
+    """Forwards requests under the newest table. Implements what `ports.RouterPort` says.
+
+    `clock` gives monotonic seconds. `on_table` is called after each new table.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        channel_factory: ChannelFactory,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        spec = settings.spec
+        first_key = (settings.incarnation & 0xFFFFF) * _KEYS_PER_LIFE + 1
+        self.settings = settings
+        self.peers: tuple[str, ...] = ()
+        self.on_table: Callable[[], None] | None = None
+        self.role = RouterRole(
+            settings.router_number,
+            spec.num_layers,
+            spec.num_experts,
+            settings.rules,
+            first_id=first_key,
+        )
+        self.demand = DemandLog(
+            settings.router,
+            settings.incarnation,
+            num_phases=NUM_PHASES,
+            num_layers=spec.num_layers,
+            num_experts=spec.num_experts,
+            sub_window_s=settings.demand_sub_window_s,
+        )
+        self.ledger = CombinedLedger(settings.router, settings.incarnation, settings.ledger_entries)
+        self.pulse = Pulse(clock)
+        self._clock = clock
+        self._lanes = Lanes(channel_factory, self._disconnected)
+        self._injector = None if settings.fault is None else FaultInjector(settings.fault)
+        self._flights: dict[int, Flight] = {}
+        self._next_key = first_key
+        self._work = OpenWork(settings.max_open_requests, settings.max_open_rows)
+        self._learning: asyncio.Task[None] | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="router-rows")
+
+    # ------------------------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Begin measuring loop lag and looking after connections."""
+        self._ticker = asyncio.create_task(self._tick())
+
+    async def stop(self) -> None:
+        """Fail what is open and close every channel."""
+        for flight in list(self._flights.values()):
+            flight.fail(Unavailable("the router is shutting down; use another one"))
+        for task in (self._ticker, self._learning):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        await self._lanes.close()
+        self._threads.shutdown(wait=False)
+
+    @property
+    def open_requests(self) -> int:
+        """Requests in work."""
+        return self._work.requests
+
+    @property
+    def ready(self) -> bool:
+        """Whether every expert has a listed replica."""
+        table = self.role.table
+        return table is not None and not table.missing()
+
+    # ------------------------------------------------------------------------------- controller's
+    # side
+
+    def install_table(self, table: RoutingTable, peers: Sequence[str] | None = None) -> int:
+        """Use a table for new batches if it is newer. Returns the applied epoch.
+
+        Raises StaleTerm for a term below one seen, InvalidArgument for a table of another model
+        shape.
+        """
+        accepted = self.role.accept(table)
+        if accepted is Acceptance.STALE_TERM:
+            raise StaleTerm(
+                f"term {table.term} is over, {self.role.highest_term} was seen",
+                term=self.role.highest_term,
+            )
+        if accepted is Acceptance.MISFIT:
+            spec = self.settings.spec
+            raise InvalidArgument(
+                f"table of {table.num_layers} x {table.num_experts} experts, this router serves "
+                f"{spec.num_layers} x {spec.num_experts}"
+            )
+        if peers is not None:
+            self.peers = tuple(peers)
+        if accepted is Acceptance.APPLIED:
+            self._lanes.follow(table.ranks)
+            if self.on_table is not None:
+                self.on_table()
+        return self.role.applied_epoch
+
+    def describe(self, grpc_address: str, pid: int) -> RouterInfo:
+        """Identity, port and newest table seen."""
+        return RouterInfo(
+            router=self.settings.router,
+            incarnation=self.settings.incarnation,
+            grpc_address=grpc_address,
+            node=self.settings.node,
+            pid=pid,
+            highest_term=self.role.highest_term,
+            highest_epoch=self.role.applied_epoch,
+        )
+
+    def report(self, acked_seq: int) -> RouterReport:
+        """Demand after `acked_seq`, acknowledgements, suspects, counters since start, quantiles
+        since the last report.
+        """
+        at_s = self._clock()
+        return RouterReport(
+            router=self.settings.router,
+            incarnation=self.settings.incarnation,
+            applied_epoch=self.role.applied_epoch,
+            quiesced_epoch=self.role.quiesced_epoch,
+            reports=self.demand.reports(acked_seq, at_s),
+            suspects=self.role.suspects(at_s),
+            counters=self._counters(),
+            quantiles=self.pulse.take_quantiles(),
+        )
+
+    def _counters(self) -> dict[str, float]:
+        counters = dict.fromkeys(PAIR_COUNTERS, 0.0)
+        counters |= {name: float(value) for name, value in self.role.counters.items()}
+        counters |= self.pulse.counters()
+        counters["demand_pairs"] = float(self.demand.total_pairs)
+        counters["dropped_replies"] = float(self.role.dropped_replies)
+        counters["open_requests"] = float(self._work.requests)
+        counters["open_rows"] = float(self._work.rows)
+        counters["rejected"] = float(self._work.refused)
+        return counters
+
+    # ------------------------------------------------------------------------------- a request
+
+    async def forward(self, request: ForwardInput, timeout_s: float) -> ForwardOutput:
+        """Combined output of one checked request.
+
+        Raises Unavailable, DeadlineExceeded, ResourceExhausted or InvalidArgument (a shard's word);
+        nothing partial is returned, and no task or permit outlives the call, also when it is
+        cancelled.
+        """
+        rows = int(request.hidden.shape[0])
+        with self._work.taken(rows):
+            began_s = self._clock()
+            try:
+                output = await self._forward(request, began_s, timeout_s)
+            except MoeServeError:
+                self.pulse.add("failed")
+                raise
+        self.pulse.served(rows, self._clock() - began_s)
+        return output
+
+    async def _forward(
+        self, request: ForwardInput, began_s: float, timeout_s: float
+    ) -> ForwardOutput:
+        if not request.valid.any():
+            return self._nothing_to_do(request)
+        if request.attempt == 0:
+            counts = count_ids(request.topk_ids, request.valid, self.settings.spec.num_experts)
+            self.demand.count(request.phase, request.layer, counts, began_s)
+        flight = Flight(
+            key=self._next_key,
+            request=request,
+            deadline_at_s=began_s + timeout_s,
+            done=asyncio.get_running_loop().create_future(),
+        )
+        self._next_key += 1
+        self._flights[flight.key] = flight
+        added: tuple[Contribution, ...] = ()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._begin(flight)
+                await flight.done
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"layer {request.layer} was not finished in {timeout_s:.3f} s; nothing is returned"
+            ) from None
+        finally:
+            added = await self._end(flight)
+        return await self._combine(flight, added)
+
+    def _nothing_to_do(self, request: ForwardInput) -> ForwardOutput:
+        table = self.role.table
+        version = self.settings.spec.weights_version if table is None else table.weights_version
+        term, epoch = (0, 0) if table is None else table.order
+        zeros = np.zeros(request.hidden.shape, request.hidden.dtype)
+        return ForwardOutput(zeros, term, epoch, version)
+
+    async def _begin(self, flight: Flight) -> None:
+        self._refresh_connections()
+        request = flight.request
+        job = self.role.open_request(
+            flight.key,
+            request.layer,
+            request.topk_ids,
+            request.valid,
+            at_s=self._clock(),
+            deadline_at_s=flight.deadline_at_s,
+        )
+        if isinstance(job, Failure):
+            raise error_of(job)
+        await self._launch(flight, job)
+
+    async def _launch(self, flight: Flight, job: PlanJob) -> None:
+        """Split, then send every sub-call."""
+        try:
+            parts = await self._offload(job.ids.size * SPLIT_BYTES_PER_PAIR, job.run)
+        except BaseException:
+            self.role.abandon(job)
+            raise
+        table = job.index.table
+        flight.order = max(flight.order, table.order)
+        flight.weights_version = table.weights_version
+        for dispatch in self.role.commit(job, parts, self._clock()):
+            flight.unsettled[dispatch.sub_id] = dispatch
+            flight.spawn(partial(self._deliver, flight, dispatch))
+
+    async def _deliver(self, flight: Flight, dispatch: Dispatch) -> None:
+        """Send one sub-call and tell the role how it ended, whatever happens."""
+        lane = self._lanes.use(dispatch.part.rank, dispatch.incarnation)
+        reply: SubReply | None = None
+        fault = False
+        try:
+            if lane is not None:
+                sub_call = await self._sub_call(flight, dispatch)
+                reply = await lane.channel.forward(sub_call)
+                if not well_formed(reply, sub_call):
+                    self.pulse.add("malformed_replies")
+                    reply, fault = None, True
+        except WireLost:
+            # Running out of the caller's own time says nothing about the shard.
+            fault = self._clock() < flight.deadline_at_s - _DEADLINE_SLACK_S
+        except MoeServeError as error:
+            flight.fail(error)
+        finally:
+            if lane is not None:
+                self._lanes.leave(lane)
+            step = self._settle(flight, dispatch, reply, fault)
+        if lane is not None and reply is not None and self.role.behind(reply.term, reply.epoch):
+            self._learn_from(lane)
+        self._apply(step)
+
+    def _settle(
+        self, flight: Flight, dispatch: Dispatch, reply: SubReply | None, fault: bool
+    ) -> Step:
+        del flight.unsettled[dispatch.sub_id]
+        at_s = self._clock()
+        if reply is None:
+            return self.role.lost(dispatch.sub_id, fault=fault, at_s=at_s)
+        return self.role.answered(
+            dispatch.sub_id,
+            reply.row_status,
+            reply.partial,
+            backlog_s=reply.backlog_s,
+            backlog_seq=reply.backlog_seq,
+            compute_s=reply.compute_s,
+            at_s=at_s,
+        )
+
+    def _apply(self, step: Step) -> None:
+        flight = self._flights.get(step.request_key)
+        if flight is not None:
+            if step.failure is not None:
+                flight.fail(error_of(step.failure))
+            elif step.finished:
+                flight.finish()
+        self._start_retries()
+
+    def _start_retries(self) -> None:
+        for retry in self.role.take_retries():
+            flight = self._flights.get(retry.request_key)
+            if flight is not None:
+                flight.spawn(partial(self._retry, flight, retry))
+
+    async def _retry(self, flight: Flight, retry: Retry) -> None:
+        if self._learning is not None:
+            await asyncio.wait({self._learning})
+        if retry.wait_s > 0:
+            await asyncio.sleep(retry.wait_s)
+        await self._cover(flight, retry.call_id, Cause.RETRY)
+
+    async def _cover(self, flight: Flight, call_id: int, cause: Cause) -> None:
+        self._refresh_connections()
+        job = self.role.plan_cover(call_id, cause, self._clock())
+        if isinstance(job, Failure):
+            flight.fail(error_of(job))
+        elif job is not None:
+            await self._launch(flight, job)
+
+    async def _end(self, flight: Flight) -> tuple[Contribution, ...]:
+        """Close the request and end its tasks: each tells the role that its sub-call is over."""
+        del self._flights[flight.key]
+        added = self.role.close_request(flight.key)
+        await flight.end_tasks()
+        # A task that was cancelled before its first step has told nobody.
+        for dispatch in list(flight.unsettled.values()):
+            self._settle(flight, dispatch, None, fault=False)
+        self._start_retries()
+        return added
+
+    async def _combine(self, flight: Flight, added: tuple[Contribution, ...]) -> ForwardOutput:
+        request = flight.request
+        if self._injector is not None:
+            added = self._injector.apply(added)
+        rows, width = (int(n) for n in request.hidden.shape)
+        size = sum(one.row_id.shape[0] for one in added) * width * 4
+        output = await self._offload(size, lambda: combine_rows(rows, width, request.dtype, added))
+        if self.settings.ledger_entries:
+            self.ledger.add(ledger_entries(flight, added))
+        return ForwardOutput(output, *flight.order, flight.weights_version)
+
+    async def _sub_call(self, flight: Flight, dispatch: Dispatch) -> SubCall:
+        request, part = flight.request, dispatch.part
+        size = part.row_id.shape[0] * request.hidden.shape[1] * request.hidden.itemsize
+        rows = await self._offload(size, lambda: gather_rows(request.hidden, part.row_id))
+        return sub_call_of(flight, dispatch, self.settings.router, rows)
+
+    # ------------------------------------------------------------------------------- inside
+
+    async def _offload(self, size_bytes: int, work: Callable[[], _T]) -> _T:
+        if size_bytes <= self.settings.offload_bytes:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _learn_from(self, lane: Lane) -> None:
+        """A shard knows a newer table: fetch it, once at a time."""
+        if self._learning is None or self._learning.done():
+            self._learning = asyncio.create_task(self._learn(lane))
+
+    async def _learn(self, lane: Lane) -> None:
+        # Not answering, or an odd table: the next reply or the controller will bring it.
+        with contextlib.suppress(MoeServeError, TimeoutError):
+            async with asyncio.timeout(_FETCH_TIMEOUT_S):
+                table = await lane.channel.fetch_table()
+            if table is not None:
+                self.pulse.add("tables_fetched")
+                self.install_table(table)
+
+    def _disconnected(self, rank: int, incarnation: int, reason: str) -> None:
+        self.pulse.add("disconnects")
+        self.role.connection(rank, incarnation, reason)
+
+    def _refresh_connections(self) -> None:
+        for rank, incarnation in self._lanes.take_recovered():
+            self.role.connection(rank, incarnation, "")
+
+    async def _tick(self) -> None:
+        after_s = self.settings.rules.hedge_after_s
+        pause_s = 0.1 if after_s is None else min(0.1, max(0.002, after_s / 4))
+        while True:
+            due_s = self._clock() + pause_s
+            await asyncio.sleep(pause_s)
+            self.pulse.lagged(max(0.0, self._clock() - due_s))
+            self._refresh_connections()
+            for call_id, key in self.role.hedges_due(self._clock()):
+                flight = self._flights.get(key)
+                if flight is not None:
+                    flight.spawn(partial(self._cover, flight, call_id, Cause.HEDGE))

@@ -1,0 +1,155 @@
+"""One request in work: its tasks, its unsettled sub-calls, its end; and the messages made from it.
+
+Responsible for the life of one request's tasks. Must never talk to a channel or to the role. Called
+by `dispatch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_serve.errors import MoeServeError, Unavailable
+from moe_serve.ports import Cause, SubCall, SubReply
+from moe_serve.router.checks import ForwardInput
+from moe_serve.router.ledger import CombinedEntry, Entry, RequestEntry
+from moe_serve.rpc.codec import pack_bits
+from placement.roles.calls import Contribution
+from placement.roles.router_records import Dispatch, Failure, FailureKind
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One request in work. `done` ends with None, or with the typed error that fails the request.
+
+    order: (term, epoch) of the newest table it was split under. unsettled: sub-calls whose end the
+    role was not told yet.
+    """
+
+    key: int
+    request: ForwardInput
+    deadline_at_s: float
+    done: asyncio.Future[None]
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    unsettled: dict[int, Dispatch] = field(default_factory=dict)
+    order: tuple[int, int] = (0, 0)
+    weights_version: str = ""
+
+    def finish(self) -> None:
+        """All contributions are there."""
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def fail(self, error: MoeServeError) -> None:
+        """The request cannot be finished."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run work of this request; what it raises fails the request."""
+
+        async def guarded() -> None:
+            try:
+                await work()
+            except MoeServeError as error:
+                self.fail(error)
+            except Exception as error:
+                # A bug of ours fails this request alone, typed; the cause stays attached for the
+                # log.
+                internal = MoeServeError("the router failed on this request; see its log")
+                internal.__cause__ = error
+                self.fail(internal)
+
+        task = asyncio.create_task(guarded())
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def end_tasks(self) -> None:
+        """Cancel what still runs and wait until it has ended."""
+        tasks = list(self.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if not self.done.cancel() and not self.done.cancelled():
+            # Looked at, so that asyncio does not report an error that nobody waits for any more.
+            self.done.exception()
+
+
+def sub_call_of(flight: Flight, dispatch: Dispatch, router: str, rows: npt.NDArray[Any]) -> SubCall:
+    """Message of one sub-call; `rows` are the gathered rows of its part."""
+    request, part = flight.request, dispatch.part
+    return SubCall(
+        router=router,
+        call_id=dispatch.call_id,
+        sub_id=dispatch.sub_id,
+        request_key=flight.key,
+        layer=request.layer,
+        phase=int(request.phase),
+        cause=Cause(int(dispatch.cause)),
+        incarnation=dispatch.incarnation,
+        term=dispatch.term,
+        epoch=dispatch.epoch,
+        dtype=request.dtype,
+        timeout_s=dispatch.timeout_s,
+        rows=rows,
+        row_id=part.row_id,
+        pair_row=part.pair_row,
+        pair_slot=part.pair_slot,
+        pair_tag=part.pair_tag,
+        pair_gate=request.gates[part.row_id[part.pair_row], part.pair_k],
+        pair_k=part.pair_k,
+        pair_expert=part.pair_expert,
+    )
+
+
+def well_formed(reply: SubReply, sub_call: SubCall) -> bool:
+    """Whether a reply answers this sub-call row by row, in its dtype. Anything else is the shard's
+    fault.
+    """
+    status, partial = reply.row_status, reply.partial
+    if status.shape != sub_call.row_id.shape or bool(np.any(status > 2)):
+        return False
+    served = int(np.count_nonzero(status == 0))
+    return (
+        reply.sub_id == sub_call.sub_id
+        and partial.shape == (served, sub_call.rows.shape[1])
+        and partial.dtype == sub_call.rows.dtype
+    )
+
+
+def error_of(failure: Failure) -> MoeServeError:
+    """Typed error of a request that the rules gave up."""
+    if failure.kind is FailureKind.NO_TABLE:
+        return Unavailable("the router has no routing table yet; retry, or use another router")
+    return Unavailable(f"{failure.detail}; retry later")
+
+
+def ledger_entries(flight: Flight, added: tuple[Contribution, ...]) -> list[Entry]:
+    """What the combined ledger keeps of a request: what it wanted, and what was added."""
+    valid = flight.request.valid
+    layer = flight.request.layer
+    wanted = RequestEntry(
+        flight.key,
+        layer,
+        int(valid.shape[0]),
+        int(valid.shape[1]),
+        pack_bits(valid.view(np.bool_)),
+    )
+    combined = [
+        CombinedEntry(
+            flight.key,
+            layer,
+            one.call_id,
+            one.sub_id,
+            one.rank,
+            np.ascontiguousarray(one.row_id, "<i4").tobytes(),
+        )
+        for one in added
+    ]
+    return [wanted, *combined]

@@ -1,0 +1,217 @@
+"""A whole shard but for Ray: core, commands, copy server and wire, put together.
+
+Responsible for building and ending the parts in the right order, and for what a shard says of
+itself. Must never import Ray or decide anything. Called by the shard's actor, and by tests that
+need a real shard in their process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from moe_serve.errors import DeadlineExceeded
+from moe_serve.ports import ShardAnswer, ShardCommand, ShardInfo, ShardReport
+from moe_serve.shard.commands import ShardCommands
+from moe_serve.shard.compute.base import ComputeBackend
+from moe_serve.shard.compute.build import build_backend
+from moe_serve.shard.copy_job import CopySources
+from moe_serve.shard.copy_server import CopyServer
+from moe_serve.shard.core import ShardCore
+from moe_serve.shard.executed import LedgerEntry
+from moe_serve.shard.served_model import CheckpointSource, ExpertSource, ServedModel, served_model
+from moe_serve.shard.server import ShardServer
+from moe_serve.shard.settings import ShardSettings
+from moe_serve.shard.slot_pool import SlotPool
+from moe_serve.weights.checkpoint import Checkpoint
+from moe_serve.weights.manifest_cache import load_or_build
+from moe_serve.wire.copy_client import CopyClient
+from moe_serve.wire.frame import CHUNK_BYTES_MAX
+from moe_serve.wire.security import CurveKeys, ServerSecurity
+from moe_serve.wire.server import WireServer
+from moe_serve.wire.token_bucket import TokenBucket
+from placement.roles.shard import ShardSlots
+from placement.routing import RankAddress, RoutingTable
+
+PROBE_TIMEOUT_S = 30.0
+"""Longest time a caller of `probe` is kept; liveness has its own, shorter deadline outside."""
+
+
+class Shard:
+    """One shard. `start` binds and serves; `stop` ends every thread."""
+
+    def __init__(
+        self,
+        settings: ShardSettings,
+        model: ServedModel,
+        experts: ExpertSource,
+        backend: ComputeBackend,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.pool = SlotPool(
+            num_slots=settings.num_slots,
+            canonical_bytes=model.expert.canonical_bytes,
+            derived_bytes=backend.derived_bytes(model.expert),
+            budget_bytes=settings.budget_bytes,
+            slab_slots=settings.slab_slots,
+        )
+        self._slots = ShardSlots(
+            rank=settings.rank,
+            incarnation=settings.incarnation,
+            num_slots=settings.num_slots,
+            slot_bytes=self.pool.slot_bytes,
+            weights_version=model.weights_version,
+        )
+        self.core = ShardCore(
+            model,
+            self._slots,
+            backend,
+            limits=settings.queue,
+            ledger_rows_max=settings.ledger_rows_max,
+            clock=clock,
+        )
+        self._keys = CurveKeys.generate() if settings.client_keys else None
+        self._peers = CopyClient(
+            self._bucket(), keys=settings.client_keys, options=settings.wire, clock=clock
+        )
+        self._commands = ShardCommands(
+            self.core, self.pool, CopySources(experts, self._peers), faults=settings.faults
+        )
+        self.copies = CopyServer(self.core, self.pool, self._bucket())
+        self.wire = WireServer(
+            ShardServer(self.core, self.copies),
+            host=settings.host,
+            options=settings.wire,
+            security=self._security(),
+        )
+        self._address: RankAddress | None = None
+
+    def start(self) -> RankAddress:
+        """Warm up, bind, serve. Raises StartRefused where the host cannot be bound."""
+        settings = self.settings
+        endpoint = self.wire.bind()
+        self.core.start()
+        self.copies.start()
+        self.wire.start()
+        self._address = RankAddress(
+            rank=settings.rank,
+            node=settings.node,
+            address=endpoint,
+            incarnation=settings.incarnation,
+            public_key=self._keys.public if self._keys else "",
+        )
+        return self._address
+
+    def stop(self) -> None:
+        """End copies, wire and compute, in this order. Idempotent."""
+        self._commands.abort_all()
+        self.wire.stop()
+        self.copies.stop()
+        self.core.stop()
+        self._peers.close()
+
+    @property
+    def address(self) -> RankAddress:
+        """How to reach the shard, once started."""
+        assert self._address is not None, "start comes first"
+        return self._address
+
+    def describe(self) -> ShardInfo:
+        """Identity, inventory, budgets."""
+        settings, core = self.settings, self.core
+        with core.lock:
+            resident = self._slots.ledger.resident()
+            num_slots, term = self._slots.ledger.num_slots, self._slots.highest_term
+            epoch = self._slots.highest_epoch
+        return ShardInfo(
+            rank=settings.rank,
+            node=settings.node,
+            failure_domain=settings.failure_domain,
+            profile=settings.profile.name,
+            address=self.address,
+            num_slots=num_slots,
+            budget_bytes=self.pool.budget_bytes,
+            slot_bytes=self.pool.slot_bytes,
+            backend=core.backend.name,
+            simulated=core.backend.simulated,
+            pid=os.getpid(),
+            highest_term=term,
+            highest_epoch=epoch,
+            resident=resident,
+        )
+
+    def execute(self, term: int, command: ShardCommand) -> ShardAnswer:
+        """Run one placement command; blocks. Raises StaleTerm."""
+        return self._commands.execute(term, command)
+
+    def install_table(self, table: RoutingTable) -> int:
+        """Keep the table if it is newer. Returns the newest epoch held. Raises StaleTerm."""
+        return self.core.install_table(table)
+
+    def report(self, acked_seq: int) -> ShardReport:
+        """Hotness after `acked_seq` and gauges. `resident_bytes` are those of verified slots,
+        `reserved_bytes` of the others held."""
+        core = self.core
+        reports = core.hotness.reports(acked_seq, core.clock())
+        with core.lock:
+            resident, reserved = (
+                self._slots.ledger.resident_bytes,
+                self._slots.ledger.reserved_bytes,
+            )
+            term, epoch = self._slots.highest_term, self._slots.highest_epoch
+        return ShardReport(
+            rank=self.settings.rank,
+            incarnation=self.settings.incarnation,
+            reports=reports,
+            backlog_s=core.backlog_s(),
+            resident_bytes=resident,
+            reserved_bytes=reserved,
+            budget_bytes=self.pool.budget_bytes,
+            highest_term=term,
+            highest_epoch=epoch,
+            busy=core.busy,
+            counters={
+                **core.counters(),
+                "copied_out_bytes": float(self.copies.sent_bytes),
+                "malformed_messages": float(self.wire.malformed),
+                "dropped_answers": float(self.wire.dropped_answers),
+            },
+        )
+
+    def probe(self) -> float:
+        """Seconds of one row through queue and compute thread. Raises Unavailable,
+        DeadlineExceeded."""
+        try:
+            return self.core.probe().result(PROBE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no probe within {PROBE_TIMEOUT_S:g} s") from error
+
+    def take_ledger(self) -> tuple[LedgerEntry, ...]:
+        """Executed contributions since the last take."""
+        return self.core.ledger.take()
+
+    def _bucket(self) -> TokenBucket:
+        rate = self.settings.copy_bytes_per_s
+        # A tenth of a second may be saved up; a larger chunk goes into debt, so low rates hold too.
+        burst = min(2.0 * CHUNK_BYTES_MAX, 0.1 * rate) if rate else 1.0
+        return TokenBucket(rate, burst, self.core.clock())
+
+    def _security(self) -> ServerSecurity | None:
+        client = self.settings.client_keys
+        if self._keys is None or client is None:
+            return None
+        return ServerSecurity(self._keys, frozenset({client.public}))
+
+
+def open_shard(settings: ShardSettings) -> Shard:
+    """A shard over the checkpoint on this node, ready for `start`. Raises WeightsError,
+    ValueError."""
+    checkpoint = Checkpoint.open(settings.checkpoint, settings.model_name)
+    manifest = load_or_build(checkpoint, settings.dtype, settings.manifest_dir)
+    model = served_model(checkpoint, manifest, settings.weights_version)
+    backend = build_backend(
+        settings.backend, model.expert, device=settings.device, profile=settings.profile
+    )
+    return Shard(settings, model, CheckpointSource(checkpoint, manifest), backend)

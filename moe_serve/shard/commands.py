@@ -1,0 +1,279 @@
+"""Placement commands of a shard, carried out: what `placement.roles.shard` decides, with memory,
+copies and digests.
+
+Responsible for the work that a command asks for and for waiting for its answer, fenced by the
+controller's term. Must never decide whether a command is right, late or repeated (the role does),
+exceed the byte budget, or give memory back before the role has freed the slot. Called by the
+shard's actor, each call on a thread of its own (commands block; copies for as long as they take).
+
+All state changes happen under the core's lock: the role frees a slot and its memory is given back
+in one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from queue import Empty, SimpleQueue
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from moe_serve.ports import ShardAnswer, ShardCommand
+from moe_serve.shard.copy_job import CopyJob, CopyOutcome, CopySources
+from moe_serve.shard.core import ShardCore
+from moe_serve.shard.faults import FaultPoints
+from moe_serve.shard.probe_row import probe_input, probe_problem
+from moe_serve.shard.slot_pool import SlotPool
+from moe_serve.weights.canonical import canonical_digest
+from placement.messages.effects import (
+    AbortAdd,
+    CopyExpert,
+    ReleaseSlot,
+    ReserveSlot,
+    SetRankSlots,
+    VerifyExpert,
+)
+from placement.messages.events import AddAborted, BudgetApplied, SlotReserved, StepFailed
+from placement.roles.shard import Answer, SlotPhase, Start, Work
+
+PIN_WAIT_S = 2.0
+"""Longest wait of a release or abort for pins and copies to end; then it answers
+StepFailed(timeout) and is sent again."""
+COPY_GRACE_S = 5.0
+"""Time beyond its own deadline that a copy gets to notice it."""
+
+
+class ShardCommands:
+    """Runs commands against one core and its pool."""
+
+    def __init__(
+        self,
+        core: ShardCore,
+        pool: SlotPool,
+        sources: CopySources,
+        *,
+        faults: FaultPoints | None = None,
+        pin_wait_s: float = PIN_WAIT_S,
+    ) -> None:
+        self._core = core
+        self._slots = core.slots
+        self._pool = pool
+        self._sources = sources
+        self._faults = faults or FaultPoints()
+        self._pin_wait_s = pin_wait_s
+        self._jobs: dict[int, CopyJob] = {}
+        """Running copies by slot. This and the rest is guarded by the core's lock."""
+        self._loaded: set[int] = set()
+        """Slots that the backend holds."""
+        self._leaving: set[int] = set()
+        """Slots that the role frees once nothing pins them."""
+        self._verifying: set[int] = set()
+        """Slots whose bytes are being digested and probed."""
+        self._waiting: dict[int, list[SimpleQueue[Answer]]] = {}
+        """Threads that wait for the answer to a step."""
+        core.on_answers = self._deliver
+
+    def execute(self, term: int, command: ShardCommand) -> ShardAnswer:
+        """Run one command; blocks until it is answered. Raises StaleTerm (a higher term has been
+        seen)."""
+        self._core.accept_term(term)
+        point = _FAULT_OF.get(type(command), "")
+        if point in self._faults.fail:
+            assert not isinstance(command, SetRankSlots), "no fault point for it"
+            return self._failed(command.step_id, "io", "ordered by a fault point")
+        match command:
+            case ReserveSlot():
+                answer = self._reserve(command)
+            case CopyExpert():
+                answer = self._copy(command)
+            case VerifyExpert():
+                answer = self._verify(command)
+            case AbortAdd():
+                answer = self._leave(command)
+            case ReleaseSlot():
+                answer = self._leave(command)
+            case SetRankSlots():
+                answer = self._set_slots(command)
+        return msgspec.structs.replace(answer, at_s=self._core.clock())
+
+    def abort_all(self) -> None:
+        """Tell every running copy to stop and wait for it, for a shard that ends."""
+        with self._core.lock:
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            job.abort()
+        for job in jobs:
+            job.join(COPY_GRACE_S)
+
+    def _reserve(self, command: ReserveSlot) -> Answer:
+        model = self._core.model
+        if not model.holds(command.layer, command.expert):
+            return self._failed(
+                command.step_id, "no_slot", f"no layer {command.layer} expert {command.expert}"
+            )
+        pool = self._pool
+        with self._core.lock:
+            missing = pool.resident_bytes + pool.slot_bytes - pool.budget_bytes
+            if missing > 0 and not pool.holds(command.slot):
+                return self._failed(
+                    command.step_id, "over_budget", f"{missing} bytes of the rank's budget missing"
+                )
+            answer = self._slots.reserve(command)
+            if isinstance(answer, SlotReserved) and not pool.holds(command.slot):
+                # The bytes count against the budget from here on, before the first one is copied.
+                pool.acquire(command.slot)
+                self._core.keys[command.slot] = model.key(command.layer, command.expert)
+        return answer
+
+    def _copy(self, command: CopyExpert) -> Answer:
+        with self._core.lock:
+            begun = self._slots.begin_copy(command)
+            if not isinstance(begun, Start):
+                return begun
+            if begun.work is Work.COPY:
+                self._start_copy(command)
+            answers = self._expect(command.step_id)
+        answer = self._wait(command.step_id, answers, command.timeout_s + COPY_GRACE_S)
+        if isinstance(answer, AddAborted):
+            # The abort has its own answer; this one is to the copy.
+            return self._failed(command.step_id, "no_slot", "the step was aborted")
+        return answer
+
+    def _start_copy(self, command: CopyExpert) -> None:
+        def ended(outcome: CopyOutcome) -> None:
+            with self._core.lock:
+                del self._jobs[command.slot]
+                if outcome.loaded:
+                    self._loaded.add(command.slot)
+                slot, tag = command.slot, command.slot_tag
+                if outcome.code:
+                    answers = self._slots.copy_failed(slot, tag, outcome.code, outcome.detail)
+                else:
+                    size = self._core.model.expert.canonical_bytes
+                    answers = self._slots.copied(slot, tag, size, outcome.seconds)
+                self._deliver(answers)
+
+        job = CopyJob(
+            self._core, self._pool, self._sources, command, faults=self._faults, on_end=ended
+        )
+        self._jobs[command.slot] = job
+        job.start()
+
+    def _verify(self, command: VerifyExpert) -> Answer:
+        with self._core.lock:
+            begun = self._slots.begin_verify(command)
+            if not isinstance(begun, Start):
+                return begun
+            if begun.slot in self._verifying:
+                return self._failed(command.step_id, "timeout", "is being verified already")
+            self._verifying.add(begun.slot)
+            layer, expert, _tag = self._slots.ledger.holder(begun.slot)
+        problem = "the probe row was not computed"
+        try:
+            problem = self._problem(begun.slot, layer, expert)
+        finally:
+            with self._core.lock:
+                self._verifying.discard(begun.slot)
+                answers = self._slots.verified(begun.slot, begun.tag, problem)
+                self._core.lock.notify_all()
+        return answers[0] if answers else self._failed(command.step_id, "timeout", "was aborted")
+
+    def _problem(self, slot: int, layer: int, expert: int) -> str:
+        """What is wrong with a filled slot, "" where its digest and probe row are right."""
+        backend, spec = self._core.backend, self._core.model.expert
+        canonical = backend.canonical_bytes(slot)
+        want = self._sources.experts.canonical_sha256(layer, expert)
+        got = canonical_digest(canonical)
+        where = f"slot {slot}, layer {layer} expert {expert}"
+        if got != want:
+            return f"{where}: resident bytes have SHA-256 {got}, the manifest says {want}"
+        out = self._core.compute_row(slot, probe_input(spec.hidden_size))
+        problem = probe_problem(spec, canonical, out, backend.simulated)
+        return f"{where}: {problem}" if problem else ""
+
+    def _leave(self, command: AbortAdd | ReleaseSlot) -> Answer:
+        with self._core.lock:
+            # A slot that is being digested and probed is held by nothing the role knows of.
+            free = self._core.lock.wait_for(
+                lambda: command.slot not in self._verifying, self._pin_wait_s
+            )
+            if not free:
+                return self._failed(command.step_id, "timeout", "is being verified")
+            if isinstance(command, AbortAdd):
+                begun = self._slots.abort(command)
+            else:
+                begun = self._slots.release(command)
+            if not isinstance(begun, Start):
+                for slot in self._pool.held_slots:
+                    self._give_back(slot)
+                return begun
+            self._leaving.add(begun.slot)
+            if begun.work is Work.STOP_COPY and begun.slot in self._jobs:
+                self._jobs[begun.slot].abort()
+            answers = self._expect(command.step_id)
+        return self._wait(command.step_id, answers, self._pin_wait_s)
+
+    def _set_slots(self, command: SetRankSlots) -> Answer:
+        with self._core.lock:
+            answer = self._slots.resize(command)
+            if isinstance(answer, BudgetApplied):
+                self._pool.budget_bytes = command.budget_bytes
+                if command.num_slots > self._pool.num_slots:
+                    self._pool.grow(command.num_slots)
+                more = command.num_slots - len(self._core.keys)
+                if more > 0:
+                    self._core.keys = np.append(self._core.keys, np.full(more, -1, np.int32))
+        return answer
+
+    # -------------------------------------------------------------------------- under the lock
+    def _deliver(self, answers: Sequence[Answer]) -> None:
+        """Give back the memory of slots just freed, then wake whoever waits for these answers."""
+        for slot in tuple(self._leaving):
+            self._give_back(slot)
+        for answer in answers:
+            assert not isinstance(answer, BudgetApplied), "it never waits"
+            for waiting in self._waiting.pop(answer.step_id, ()):
+                waiting.put(answer)
+
+    def _give_back(self, slot: int) -> None:
+        """Free the memory of a slot that the role has emptied."""
+        if self._pool.holds(slot) and self._slots.ledger.phase(slot) is SlotPhase.EMPTY:
+            if slot in self._loaded:
+                self._core.backend.unload_slot(slot)
+                self._loaded.discard(slot)
+            self._pool.release(slot)
+            self._leaving.discard(slot)
+
+    def _expect(self, step_id: int) -> SimpleQueue[Answer]:
+        answers: SimpleQueue[Answer] = SimpleQueue()
+        self._waiting.setdefault(step_id, []).append(answers)
+        return answers
+
+    def _wait(self, step_id: int, answers: SimpleQueue[Answer], timeout_s: float) -> Answer:
+        """Not under the lock."""
+        try:
+            return answers.get(timeout=timeout_s)
+        except Empty:
+            with self._core.lock:
+                waiting = self._waiting.get(step_id, [])
+                if answers in waiting:
+                    waiting.remove(answers)
+                if not waiting:
+                    self._waiting.pop(step_id, None)
+            return self._failed(step_id, "timeout", f"not done within {timeout_s:g} s; ask again")
+
+    def _failed(self, step_id: int, code: str, detail: str) -> StepFailed:
+        return StepFailed(at_s=self._core.clock(), step_id=step_id, code=code, detail=detail)
+
+
+_FAULT_OF: Final[Mapping[type, str]] = MappingProxyType(
+    {
+        ReserveSlot: "reserve",
+        CopyExpert: "copy",
+        VerifyExpert: "verify",
+        ReleaseSlot: "release",
+    }
+)
+"""Fault point of each kind of command that has one."""

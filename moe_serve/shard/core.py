@@ -1,0 +1,423 @@
+"""The heart of a shard: its queue, its compute thread, and the fence in front of every expert.
+
+Responsible for: refusing what is wrong, late or stale; computing the rest in natural batches;
+counting what was executed. Must never open a socket, know Ray, or compute a pair whose tag is not
+resident at the moment its batch is taken. Called by the shard's server (sub-calls, probes, tables),
+its commands (slots) and its actor (reports).
+
+Threads: any thread may call any method; one compute thread, started by `start`, takes batches.
+`lock` guards the slots and the queue; it is never held while something is computed, read or sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_serve.errors import (
+    InvalidArgument,
+    MoeServeError,
+    ResourceExhausted,
+    StaleTerm,
+    Unavailable,
+)
+from moe_serve.ports import RowStatus, SubCall, SubReply
+from moe_serve.shard.batch import Admitted, admit, merge, partial_rows, refuse, work_by_phase
+from moe_serve.shard.compute.base import ComputeBackend
+from moe_serve.shard.executed import Hotness, Ledger
+from moe_serve.shard.served_model import ServedModel
+from moe_serve.shard.sub_call_checks import check_sub_call
+from moe_serve.shard.work_queue import BacklogEstimate, QueueLimits, ReplyTo, Work, WorkQueue
+from placement.roles.shard import Answer, ShardSlots, TermRefused
+from placement.routing import RoutingTable
+
+COMPUTE_FAILURES_MAX = 3
+"""Batches in a row that may fail before the shard calls itself broken and refuses everything."""
+STOP_TIMEOUT_S = 10.0
+"""Longest wait for the compute thread to end its batch."""
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class ShardCore:
+    """One shard without sockets. `slots` is its pure state; `backend` computes; `clock` gives
+    monotonic seconds."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        slots: ShardSlots,
+        backend: ComputeBackend,
+        *,
+        limits: QueueLimits | None = None,
+        ledger_rows_max: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.slots = slots
+        self.backend = backend
+        self.clock = clock
+        self.lock = threading.Condition(threading.RLock())
+        """Guards `slots` and the queue; notified when work arrives and when pins are dropped."""
+        self.hotness = Hotness(f"shard-{slots.rank}", slots.rank, slots.incarnation, model.num_keys)
+        self.ledger = Ledger(ledger_rows_max)
+        self._counts: Counter[str] = Counter()
+        self._counts_lock = threading.Lock()
+        self.keys: npt.NDArray[np.int32] = np.full(slots.ledger.num_slots, -1, np.int32)
+        """Key (layer * num_experts + expert) of each slot's newest fill. Meaningful where the tag
+        matches."""
+        self.on_answers: Callable[[Sequence[Answer]], None] = lambda _answers: None
+        """Takes, under the lock, answers to commands that had waited for pins."""
+        self._queue = WorkQueue(limits or QueueLimits())
+        self._estimate = BacklogEstimate()
+        self._backlog_seq = itertools.count(1)
+        self._tasks: list[Callable[[], None]] = []
+        self._busy = False
+        self._stopping = False
+        self._failures_in_a_row = 0
+        self._thread = threading.Thread(target=self._run, name="moe-compute", daemon=True)
+
+    # ------------------------------------------------------------------------------- lifecycle
+    def start(self) -> None:
+        """Warm the backend up and begin to compute. What arrived before waits in the queue."""
+        self.backend.warm_up()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the compute thread after its batch and refuse what waits. Idempotent."""
+        with self.lock:
+            self._stopping = True
+            self.lock.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(STOP_TIMEOUT_S)
+        with self.lock:
+            waiting, tasks = self._queue.drain(), self._tasks
+            self._tasks = []
+        for work in waiting:
+            work.reply(self._refusal(work, "the shard is stopping"))
+        for task in tasks:
+            task()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the compute thread is working."""
+        return self._busy
+
+    @property
+    def broken(self) -> bool:
+        """Whether too many batches failed in a row: the shard refuses everything and must be
+        replaced."""
+        return self._failures_in_a_row >= COMPUTE_FAILURES_MAX
+
+    # -------------------------------------------------------------------------------- data path
+    def submit(self, call: SubCall, num_bytes: int, reply: ReplyTo) -> None:
+        """Queue a sub-call of a message of `num_bytes`. `reply` is called exactly once, from any
+        thread, possibly before this returns: with a SubReply, InvalidArgument, ResourceExhausted or
+        Unavailable. Never blocks on compute.
+        """
+        try:
+            check_sub_call(call, self.model)
+        except InvalidArgument as error:
+            self._count("invalid_sub_calls")
+            reply(error)
+            return
+        arrived_s = self.clock()
+        work = Work(call, reply, arrived_s, arrived_s + call.timeout_s, num_bytes)
+        with self.lock:
+            why = self._why_not(call, num_bytes)
+            if not why:
+                self._queue.put(work)
+                self.lock.notify_all()
+        if why:
+            reply(self._refusal(work, why))
+
+    def _why_not(self, call: SubCall, num_bytes: int) -> str:
+        """Why a sub-call is not queued, "" where it is."""
+        if self._stopping or self.broken:
+            return "the shard is stopping or broken"
+        if self.slots.draining:
+            return "draining"
+        return "" if self._queue.has_room(call, num_bytes) else "busy: the queue is full"
+
+    def probe(self) -> Future[float]:
+        """Seconds of one row through the compute thread; it uses any verified slot, none where
+        there is none.
+
+        The future fails with Unavailable where the shard is stopping or broken.
+        """
+        began_s = self.clock()
+
+        def probed() -> float:
+            row = np.ones((1, self.model.expert.hidden_size), np.float32)
+            with self.lock:
+                verified = [held.slot for held in self.slots.ledger.resident() if held.verified]
+                pins = np.array(verified[:1], np.int32)
+                self.slots.ledger.pin(pins)
+            try:
+                pair_row, gate = np.zeros(len(pins), np.int32), np.ones(len(pins), np.float32)
+                self.backend.forward(row, pair_row, pins, gate, np.empty_like(row))
+            finally:
+                self.unpin(pins)
+            return self.clock() - began_s
+
+        return self.on_compute_thread(probed)
+
+    def compute_row(self, slot: int, row: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """One row [H] through one loaded slot with gate 1, on the compute thread; the caller holds
+        the slot. Blocks."""
+
+        def computed() -> npt.NDArray[np.float32]:
+            out = np.empty((1, len(row)), np.float32)
+            zero, gate = np.zeros(1, np.int32), np.ones(1, np.float32)
+            self.backend.forward(row[None, :], zero, np.array([slot], np.int32), gate, out)
+            result: npt.NDArray[np.float32] = out[0]
+            return result
+
+        return self.on_compute_thread(computed).result()
+
+    def on_compute_thread(self, work: Callable[[], _T]) -> Future[_T]:
+        """Run `work` between two batches. The future fails with Unavailable where the shard is
+        stopping or broken."""
+        done: Future[_T] = Future()
+
+        def task() -> None:
+            if self._stopping or self.broken:
+                done.set_exception(Unavailable("the shard is stopping or broken"))
+                return
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
+
+        with self.lock:
+            queued = not self._stopping and not self.broken
+            if queued:
+                self._tasks.append(task)
+                self.lock.notify_all()
+        if not queued:
+            task()
+        return done
+
+    def unpin(self, slots: npt.NDArray[np.int32]) -> None:
+        """Drop a batch's pins; commands that waited for them are answered."""
+        with self.lock:
+            self.on_answers(self.slots.ledger.unpin(slots))
+
+    def unpin_copy(self, slot: int) -> None:
+        """Drop the pin of a copy from a slot; likewise."""
+        with self.lock:
+            self.on_answers(self.slots.ledger.unpin_copy(slot))
+
+    def pin_copy(self, slot: int, tag: int, layer: int, expert: int) -> bool:
+        """Pin a slot that is copied from. False where it does not hold that verified fill of that
+        expert."""
+        with self.lock:
+            if not 0 <= slot < self.slots.ledger.num_slots:
+                return False
+            return self.slots.ledger.holder(slot) == (
+                layer,
+                expert,
+                tag,
+            ) and self.slots.ledger.pin_copy(slot, tag)
+
+    # --------------------------------------------------------------------------- terms and tables
+    def accept_term(self, term: int) -> None:
+        """Obey this term from now on. Raises StaleTerm where a higher one was seen."""
+        try:
+            with self.lock:
+                self.slots.accept_term(term)
+        except TermRefused as refused:
+            raise StaleTerm(str(refused), term=refused.term) from refused
+
+    def install_table(self, table: RoutingTable) -> int:
+        """Keep the table if it is newer; returns the newest epoch held. Raises StaleTerm."""
+        try:
+            with self.lock:
+                return self.slots.install_table(table)
+        except TermRefused as refused:
+            raise StaleTerm(str(refused), term=refused.term) from refused
+
+    # ---------------------------------------------------------------------------------- figures
+    def backlog_s(self) -> float:
+        """Estimated seconds of work queued or running."""
+        return self._estimate.seconds(self._queue.pairs, self.clock())
+
+    def counters(self) -> dict[str, float]:
+        """Totals since start, by name: rows_served, rows_stale, rows_refused, invalid_sub_calls,
+        batches, memory_errors, compute_failures (each from its first on), executed_pairs,
+        compute_s, ledger_dropped_pairs; and what waits now: queued_rows, queued_bytes.
+        """
+        with self._counts_lock:
+            counts = {name: float(value) for name, value in self._counts.items()}
+        return {
+            **counts,
+            "executed_pairs": float(self.hotness.total_pairs),
+            "compute_s": self.hotness.total_s,
+            "ledger_dropped_pairs": float(self.ledger.dropped_pairs),
+            "queued_rows": float(self._queue.rows),
+            "queued_bytes": float(self._queue.num_bytes),
+        }
+
+    def _count(self, name: str, by: int = 1) -> None:
+        with self._counts_lock:
+            self._counts[name] += by
+
+    # --------------------------------------------------------------------------- compute thread
+    def _run(self) -> None:
+        try:
+            while True:
+                with self.lock:
+                    while not (self._queue.sub_calls or self._tasks or self._stopping):
+                        self._busy = False
+                        self.lock.wait()
+                    if self._stopping:
+                        return
+                    self._busy = True
+                    tasks, self._tasks = self._tasks, []
+                for task in tasks:
+                    task()
+                self._serve_batch()
+        finally:
+            if not self._stopping:
+                # A bug ended the thread: nothing may be taken that nobody would compute.
+                self._failures_in_a_row = COMPUTE_FAILURES_MAX
+
+    def _serve_batch(self) -> None:
+        with self.lock:
+            works = self._queue.take()
+            now_s = self.clock()
+            admitted = [self._admit(work, now_s) for work in works]
+            pinned = self._pin(admitted)
+        if not admitted:
+            return
+        try:
+            answers = self._forward(admitted, now_s)
+        finally:
+            self.unpin(pinned)
+        for one, answer in zip(admitted, answers, strict=True):
+            one.work.reply(answer)
+
+    def _admit(self, work: Work, now_s: float) -> Admitted:
+        """The fence: under the lock, at the moment the batch is taken."""
+        call = work.call
+        if now_s >= work.deadline_s:
+            late_s = now_s - work.deadline_s
+            return refuse(
+                work, RowStatus.REFUSED, f"{late_s:.3f} s past its deadline when its turn came"
+            )
+        if call.incarnation != self.slots.incarnation:
+            return refuse(
+                work,
+                RowStatus.STALE,
+                f"meant for incarnation {call.incarnation}, this is {self.slots.incarnation}",
+            )
+        resident = self.slots.ledger.served(call.pair_slot, call.pair_tag)
+        # The tag alone proves the fill; a pair that takes it for another expert comes from a broken
+        # router and must not be counted or combined as what it is not.
+        at = np.where(resident, call.pair_slot, 0)
+        key = call.layer * self.model.num_experts + call.pair_expert
+        if len(self.keys):
+            resident &= self.keys[at] == key
+        return admit(work, resident)
+
+    def _pin(self, admitted: Sequence[Admitted]) -> npt.NDArray[np.int32]:
+        slots = [
+            one.work.call.pair_slot if one.pairs is None else one.work.call.pair_slot[one.pairs]
+            for one in admitted
+        ]
+        pinned = np.unique(np.concatenate(slots)) if slots else np.zeros(0, np.int32)
+        self.slots.ledger.pin(pinned)
+        return pinned
+
+    def _forward(
+        self, admitted: Sequence[Admitted], now_s: float
+    ) -> list[SubReply | MoeServeError]:
+        """Replies of a batch, in its order. A batch that does not fit into memory is computed one
+        by one."""
+        try:
+            answers: list[SubReply | MoeServeError] = [*self._forward_once(admitted, now_s)]
+        except MemoryError:
+            self._count("memory_errors")
+            if len(admitted) > 1:
+                return [answer for one in admitted for answer in self._forward([one], now_s)]
+            problem = f"no memory for {len(admitted[0].work.call.rows)} rows; send fewer at once"
+            return [ResourceExhausted(problem)]
+        except Exception as error:
+            # A fault of ours or of the device. Others may be served, so one batch does not end the
+            # shard; several in a row do.
+            self._failures_in_a_row += 1
+            self._count("compute_failures")
+            _log.exception("rank %d: a batch failed", self.slots.rank)
+            return [Unavailable(f"compute failed: {type(error).__name__}")] * len(admitted)
+        self._failures_in_a_row = 0
+        return answers
+
+    def _forward_once(self, admitted: Sequence[Admitted], now_s: float) -> list[SubReply]:
+        batch = merge(admitted, self.model.expert.hidden_size)
+        num_pairs = len(batch.pair_row)
+        out = np.empty_like(batch.rows)
+        began_s = self.clock()
+        if num_pairs:
+            self._estimate.began(num_pairs, began_s)
+            work = self.backend.forward(
+                batch.rows, batch.pair_row, batch.pair_slot, batch.pair_gate, out
+            )
+            phase, slot, pairs, seconds = work_by_phase(batch, work)
+            self.hotness.add(phase, self.keys[slot], pairs, seconds)
+        else:
+            out.fill(0.0)
+        ended_s = self.clock()
+        self._estimate.ended(num_pairs, ended_s - began_s, ended_s)
+        self._count("batches")
+        replies = []
+        for i, one in enumerate(admitted):
+            if one.num_rows:
+                self.ledger.add(one.work.call, one.pairs)
+            partial = partial_rows(one.work.call, out, int(batch.begin[i]), int(batch.begin[i + 1]))
+            replies.append(self._reply(one, partial, now_s, ended_s - began_s))
+        return replies
+
+    # ---------------------------------------------------------------------------------- replies
+    def _reply(
+        self, one: Admitted, partial: npt.NDArray[np.generic], now_s: float, compute_s: float
+    ) -> SubReply:
+        call = one.work.call
+        by_status = np.bincount(one.row_status, minlength=len(RowStatus))
+        for status, name in (
+            (RowStatus.SERVED, "rows_served"),
+            (RowStatus.STALE, "rows_stale"),
+            (RowStatus.REFUSED, "rows_refused"),
+        ):
+            self._count(name, int(by_status[status]))
+        table = self.slots.table
+        return SubReply(
+            call_id=call.call_id,
+            sub_id=call.sub_id,
+            incarnation=self.slots.incarnation,
+            term=self.slots.highest_term if table is None else table.term,
+            epoch=-1 if table is None else table.epoch,
+            row_status=one.row_status,
+            partial=partial,
+            backlog_s=self.backlog_s(),
+            backlog_seq=next(self._backlog_seq),
+            queue_s=max(0.0, now_s - one.work.arrived_s),
+            compute_s=compute_s,
+            detail=one.detail,
+        )
+
+    def _refusal(self, work: Work, detail: str) -> SubReply:
+        """Answer to a sub-call that was not taken or not begun."""
+        call = work.call
+        nothing = np.zeros((0, self.model.expert.hidden_size), call.dtype.numpy)
+        refused = refuse(work, RowStatus.REFUSED, detail)
+        return self._reply(refused, nothing, self.clock(), 0.0)

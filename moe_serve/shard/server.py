@@ -1,0 +1,100 @@
+"""What a shard answers on the wire: sub-calls, tables, copies, probes.
+
+Responsible for handing each message to the part it concerns and its answer back. Must never block:
+it runs on the wire thread. Made by `assembly`; called by `WireServer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from moe_serve.errors import InvalidArgument, MoeServeError, Unavailable
+from moe_serve.ports import SubCall, SubReply
+from moe_serve.shard.copy_server import CopyServer
+from moe_serve.shard.core import ShardCore
+from moe_serve.wire.frame import Kind
+from moe_serve.wire.server import Reply
+from moe_serve.wire.wire_messages import (
+    CopyChunk,
+    CopyClose,
+    CopyOpen,
+    CopyOpened,
+    CopyRead,
+    ErrorReply,
+    FetchTable,
+    Probe,
+    Probed,
+    Table,
+    WireMessage,
+)
+
+_PAIR_BYTES = 28
+"""Bytes a pair holds in memory while it waits."""
+
+
+def _or_error(
+    reply: Reply, call_id: int, asked: Kind
+) -> Callable[[CopyOpened | CopyChunk | MoeServeError], None]:
+    def answer(result: CopyOpened | CopyChunk | MoeServeError) -> None:
+        if isinstance(result, MoeServeError):
+            reply(ErrorReply(call_id, 0, int(asked), result))
+        else:
+            reply(result)
+
+    return answer
+
+
+class ShardServer:
+    """The handler of a shard's WireServer."""
+
+    def __init__(self, core: ShardCore, copies: CopyServer) -> None:
+        self._core = core
+        self._copies = copies
+
+    def __call__(self, message: WireMessage, reply: Reply) -> None:
+        """Answer `message` through `reply`, now or later."""
+        match message:
+            case SubCall():
+                self._forward(message, reply)
+            case FetchTable():
+                reply(Table(message.call_id, self._core.slots.table))
+            case Probe():
+                self._probe(message, reply)
+            case CopyOpen():
+                self._copies.open(message, _or_error(reply, message.call_id, Kind.COPY_OPEN))
+            case CopyRead():
+                self._copies.read(message, _or_error(reply, message.call_id, Kind.COPY_READ))
+            case CopyClose():
+                self._copies.close(message)
+            case _:
+                # Answers come from shards; whoever sends one to a shard confuses its roles.
+                reply(
+                    ErrorReply(
+                        message.call_id, 0, 0, InvalidArgument("kind: a shard takes no answers")
+                    )
+                )
+
+    def _forward(self, call: SubCall, reply: Reply) -> None:
+        def answer(result: SubReply | MoeServeError) -> None:
+            if isinstance(result, MoeServeError):
+                reply(ErrorReply(call.call_id, call.sub_id, int(Kind.FORWARD), result))
+            else:
+                reply(result)
+
+        self._core.submit(call, call.rows.nbytes + _PAIR_BYTES * len(call.pair_row), answer)
+
+    def _probe(self, message: Probe, reply: Reply) -> None:
+        def answer(done: Future[float]) -> None:
+            problem = done.exception()
+            if problem is None:
+                reply(Probed(message.call_id, done.result()))
+                return
+            error = (
+                problem
+                if isinstance(problem, MoeServeError)
+                else Unavailable(f"the probe failed: {type(problem).__name__}")
+            )
+            reply(ErrorReply(message.call_id, 0, int(Kind.PROBE), error))
+
+        self._core.probe().add_done_callback(answer)

@@ -1,0 +1,29 @@
+"""Logs and metrics of the parts: JSON lines without payload or secret, and a bounded set of series.
+
+Responsible for their form and their limits. Must never decide what happened: callers hand in
+decision records and figures. Called by controller, router, shard, dashboard and CLI.
+"""
+
+from moe_serve.telemetry.logs import Level, LogFile, make_logger
+from moe_serve.telemetry.metrics import (
+    METRICS,
+    Kind,
+    MemorySink,
+    Metrics,
+    MetricSink,
+    MetricSpec,
+    NullSink,
+)
+
+__all__ = [
+    "METRICS",
+    "Kind",
+    "Level",
+    "LogFile",
+    "MemorySink",
+    "MetricSink",
+    "MetricSpec",
+    "Metrics",
+    "NullSink",
+    "make_logger",
+]

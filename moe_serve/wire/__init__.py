@@ -1,0 +1,1 @@
+"""Messages between routers and shards over ZeroMQ: fixed headers and raw buffers, never pickle."""

@@ -1,0 +1,246 @@
+"""Bytes of every wire message, both ways.
+
+Responsible for the header of each kind and for checking every declared size against the bytes
+received. Must never copy rows, never pickle, and never raise anything but InvalidArgument for bytes
+from outside. Called by channel, server and copy client.
+
+Decoded arrays are read-only views of the received frames and keep them alive.
+
+FORWARD: header + router name | index block | rows. The index block holds pair_tag int64 [P], then
+pair_gate float32 [P], pair_row, pair_slot, pair_k, pair_expert int32 [P] each, then row_id int32
+[R]: 28 bytes a pair and 4 a row.
+REPLY: header + detail | row_status uint8 [R] | partial [served, H].
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from moe_serve.ports import Cause, DType, RowStatus, SubCall, SubReply
+from moe_serve.wire import control_codec
+from moe_serve.wire.frame import (
+    DETAIL_BYTES_MAX,
+    HIDDEN_MAX,
+    MESSAGE_BYTES_MAX,
+    NAME_BYTES_MAX,
+    PAIRS_MAX,
+    ROWS_MAX,
+    Buffer,
+    Frames,
+    Kind,
+    check_bytes,
+    check_count,
+    check_timeout,
+    invalid,
+    pack,
+    pack_prefix,
+    raw,
+    read_header,
+    read_prefix,
+    read_text,
+    view,
+)
+from moe_serve.wire.wire_messages import WireMessage
+from placement.topology import NUM_PHASES
+
+_FORWARD: Final = struct.Struct("<qqqqdiBBBBIII")
+"""request_key, incarnation, term, epoch, timeout_s, layer, phase, cause, dtype, name bytes, hidden,
+rows, pairs."""
+_REPLY: Final = struct.Struct("<qqqdqddBxHIII")
+"""incarnation, term, epoch, backlog_s, backlog_seq, queue_s, compute_s, dtype, detail bytes,
+hidden, rows, served."""
+_PAIR_BYTES: Final = 28
+_ROW_BYTES: Final = 4
+_DTYPE_OF: Final = MappingProxyType({dtype.numpy: dtype for dtype in DType})
+_DTYPE_OF_CODE: Final = MappingProxyType({int(dtype): dtype for dtype in DType})
+
+
+def encode_forward(call: SubCall) -> list[Buffer]:
+    """Frames of a sub-call; its arrays are referred to, not copied, and must not change until it is
+    answered.
+
+    Raises InvalidArgument where arrays disagree in length or dtype, or a value does not fit the
+    header.
+    """
+    num_rows, num_pairs = len(call.rows), len(call.pair_row)
+    if call.rows.ndim != 2 or call.rows.dtype != call.dtype.numpy:
+        raise invalid(
+            "rows",
+            f"must be [rows, hidden] of {call.dtype.numpy} "
+            f"(got {call.rows.shape} {call.rows.dtype})",
+        )
+    blocks = (
+        ("pair_tag", call.pair_tag, np.int64, num_pairs),
+        ("pair_gate", call.pair_gate, np.float32, num_pairs),
+        ("pair_row", call.pair_row, np.int32, num_pairs),
+        ("pair_slot", call.pair_slot, np.int32, num_pairs),
+        ("pair_k", call.pair_k, np.int32, num_pairs),
+        ("pair_expert", call.pair_expert, np.int32, num_pairs),
+        ("row_id", call.row_id, np.int32, num_rows),
+    )
+    for name, array, dtype, length in blocks:
+        if array.dtype != dtype or array.shape != (length,):
+            raise invalid(
+                name, f"must be {dtype.__name__} [{length}] (got {array.dtype} {array.shape})"
+            )
+    check_count("rows", num_rows, ROWS_MAX)
+    check_count("pairs", num_pairs, PAIRS_MAX)
+    name_bytes = call.router.encode()
+    if len(name_bytes) > NAME_BYTES_MAX:
+        raise invalid("router", f"must have at most {NAME_BYTES_MAX} bytes (got {len(name_bytes)})")
+    header = pack(
+        _FORWARD,
+        "header",
+        call.request_key,
+        call.incarnation,
+        call.term,
+        call.epoch,
+        check_timeout(call.timeout_s),
+        call.layer,
+        call.phase,
+        int(call.cause),
+        int(call.dtype),
+        len(name_bytes),
+        call.rows.shape[1],
+        num_rows,
+        num_pairs,
+    )
+    prefix = pack_prefix(Kind.FORWARD, call.call_id, call.sub_id)
+    index = b"".join([raw(array) for _, array, _, _ in blocks])
+    return [prefix + header + name_bytes, index, raw(call.rows)]
+
+
+def encode_reply(reply: SubReply) -> list[Buffer]:
+    """Frames of a reply; `partial` is referred to, not copied."""
+    detail = reply.detail.encode()[:DETAIL_BYTES_MAX]
+    detail = detail.decode(errors="ignore").encode()
+    served, hidden = reply.partial.shape
+    header = pack(
+        _REPLY,
+        "header",
+        reply.incarnation,
+        reply.term,
+        reply.epoch,
+        reply.backlog_s,
+        reply.backlog_seq,
+        reply.queue_s,
+        reply.compute_s,
+        int(_DTYPE_OF[reply.partial.dtype]),
+        len(detail),
+        hidden,
+        len(reply.row_status),
+        served,
+    )
+    prefix = pack_prefix(Kind.REPLY, reply.call_id, reply.sub_id)
+    return [prefix + header + detail, raw(reply.row_status), raw(reply.partial)]
+
+
+def encode(message: WireMessage) -> list[Buffer]:
+    """Frames of any message."""
+    if isinstance(message, SubCall):
+        return encode_forward(message)
+    if isinstance(message, SubReply):
+        return encode_reply(message)
+    return control_codec.encode(message)
+
+
+def decode(frames: Frames, message_bytes_max: int = MESSAGE_BYTES_MAX) -> WireMessage:
+    """The message in these frames. Raises InvalidArgument naming the field that is wrong, and
+    nothing else."""
+    kind, call_id, sub_id = read_prefix(frames, message_bytes_max)
+    return _DECODERS[kind](frames, call_id, sub_id)
+
+
+def _dtype(code: int) -> DType:
+    dtype = _DTYPE_OF_CODE.get(code)
+    if dtype is None:
+        raise invalid("dtype", f"unknown dtype {code}; 1 float32, 2 bfloat16, 3 float16")
+    return dtype
+
+
+def _decode_forward(frames: Frames, call_id: int, sub_id: int) -> SubCall:
+    values, rest = read_header(frames, _FORWARD, 3)
+    request_key, incarnation, term, epoch, timeout_s, layer, phase, cause = values[:8]
+    dtype, (name_bytes, hidden, num_rows, num_pairs) = _dtype(values[8]), values[9:]
+    check_timeout(timeout_s)
+    check_count("phase", phase, NUM_PHASES - 1)
+    check_count("cause", cause, len(Cause) - 1)
+    check_count("hidden", hidden, HIDDEN_MAX)
+    check_count("rows", num_rows, ROWS_MAX)
+    check_count("pairs", num_pairs, PAIRS_MAX)
+    if layer < 0:
+        raise invalid("layer", f"must be at least 0 (got {layer})")
+    router = read_text(rest, name_bytes, NAME_BYTES_MAX, "router")
+    check_bytes(frames[1], num_pairs * _PAIR_BYTES + num_rows * _ROW_BYTES, "index")
+    check_bytes(frames[2], num_rows * hidden * dtype.itemsize, "rows")
+    index, at = frames[1], 8 * num_pairs
+    int32 = [view(index, np.int32, at + 4 * num_pairs * (i + 1), num_pairs) for i in range(4)]
+    return SubCall(
+        router=router,
+        call_id=call_id,
+        sub_id=sub_id,
+        request_key=request_key,
+        layer=layer,
+        phase=phase,
+        cause=Cause(cause),
+        incarnation=incarnation,
+        term=term,
+        epoch=epoch,
+        dtype=dtype,
+        timeout_s=timeout_s,
+        rows=view(frames[2], dtype.numpy, 0, num_rows * hidden).reshape(num_rows, hidden),
+        row_id=view(index, np.int32, _PAIR_BYTES * num_pairs, num_rows),
+        pair_row=int32[0],
+        pair_slot=int32[1],
+        pair_tag=view(index, np.int64, 0, num_pairs),
+        pair_gate=view(index, np.float32, at, num_pairs),
+        pair_k=int32[2],
+        pair_expert=int32[3],
+    )
+
+
+def _decode_reply(frames: Frames, call_id: int, sub_id: int) -> SubReply:
+    values, rest = read_header(frames, _REPLY, 3)
+    incarnation, term, epoch, backlog_s, backlog_seq, queue_s, compute_s = values[:7]
+    dtype, (detail_bytes, hidden, num_rows, served) = _dtype(values[7]), values[8:]
+    check_count("hidden", hidden, HIDDEN_MAX)
+    check_count("rows", num_rows, ROWS_MAX)
+    for name, seconds in (("backlog_s", backlog_s), ("queue_s", queue_s), ("compute_s", compute_s)):
+        if not 0.0 <= seconds < float("inf"):
+            raise invalid(name, f"must be finite and at least 0 (got {seconds})")
+    detail = read_text(rest, detail_bytes, DETAIL_BYTES_MAX, "detail")
+    check_bytes(frames[1], num_rows, "row_status")
+    check_bytes(frames[2], served * hidden * dtype.itemsize, "partial")
+    status = view(frames[1], np.uint8, 0, num_rows)
+    # SERVED is 0, so a reply that refuses nothing needs no second look at its rows.
+    refused = int(np.count_nonzero(status))
+    if refused and int(status.max()) >= len(RowStatus):
+        raise invalid("row_status", f"unknown status {int(status.max())}")
+    if served != num_rows - refused:
+        raise invalid("served", f"declared {served} rows, {num_rows - refused} are marked served")
+    return SubReply(
+        call_id=call_id,
+        sub_id=sub_id,
+        incarnation=incarnation,
+        term=term,
+        epoch=epoch,
+        row_status=status,
+        partial=view(frames[2], dtype.numpy, 0, served * hidden).reshape(served, hidden),
+        backlog_s=backlog_s,
+        backlog_seq=backlog_seq,
+        queue_s=queue_s,
+        compute_s=compute_s,
+        detail=detail,
+    )
+
+
+_Decoder = Callable[[Frames, int, int], WireMessage]
+_DECODERS: Final[Mapping[Kind, _Decoder]] = MappingProxyType(
+    {Kind.FORWARD: _decode_forward, Kind.REPLY: _decode_reply, **control_codec.DECODERS}
+)
+assert set(_DECODERS) == set(Kind), "every kind has a decoder"

@@ -1,0 +1,273 @@
+"""Operators: pause, resume, drain, undrain, budgets, plans to look at and to apply.
+
+Responsible for what is refused and why, with the numbers an operator needs to ask again. Starts no
+plan: it changes what is wanted, and the engine does what is needed. Every request is answered once,
+with a record.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from placement.engine.state import NEVER_S, PlanAsk, RankStatus, StoredPlan
+from placement.engine.supervise import cancel_run
+from placement.engine.turn import Turn
+from placement.messages.effects import Answer, SetRankSlots
+from placement.messages.events import (
+    ApplyAsked,
+    BudgetApplied,
+    BudgetAsked,
+    DrainAsked,
+    PauseAsked,
+    PlanAsked,
+    ResumeAsked,
+    UndrainAsked,
+)
+from placement.planner import missing_slots, reachable_floor
+from placement.topology import Topology
+
+ASKS_MAX = 8
+"""Plans that may be asked for at once; more are told `busy`."""
+
+
+def answer(
+    turn: Turn,
+    request_id: int,
+    code: str,
+    message: str,
+    *,
+    plan_id: str = "",
+    missing_bytes: int = 0,
+) -> None:
+    """Answer an operator."""
+    turn.commands.append(
+        Answer(
+            request_id=request_id,
+            code=code,
+            message=message,
+            plan_id=plan_id,
+            missing_bytes=missing_bytes,
+        )
+    )
+
+
+def pause_asked(turn: Turn, event: PauseAsked) -> None:
+    """Stop automatic plans; what runs goes on, repairs too."""
+    turn.state.paused = True
+    turn.record("paused", "noted", event.reason)
+    answer(turn, event.request_id, "ok", "automatic plans are paused; repairs go on")
+
+
+def resume_asked(turn: Turn, event: ResumeAsked) -> None:
+    """Let automatic plans run again."""
+    turn.state.paused = False
+    turn.record("resumed", "noted")
+    answer(turn, event.request_id, "ok", "automatic plans run again")
+
+
+def _live_or_refuse(turn: Turn, request_id: int, rank: int) -> bool:
+    if not 0 <= rank < len(turn.state.ranks):
+        answer(
+            turn, request_id, "not_found", f"rank {rank} must lie in [0, {len(turn.state.ranks)})"
+        )
+        return False
+    if turn.rank(rank).status is not RankStatus.LIVE:
+        answer(
+            turn,
+            request_id,
+            "refused",
+            f"rank {rank} is {turn.rank(rank).status}; wait until it has joined",
+        )
+        return False
+    return True
+
+
+def _changed(topology: Topology, rank: int, **fields: object) -> Topology:
+    ranks = list(topology.ranks)
+    ranks[rank] = msgspec.structs.replace(ranks[rank], **fields)
+    return msgspec.structs.replace(topology, ranks=tuple(ranks))
+
+
+def _missing(turn: Turn, topology: Topology, floor: int) -> int:
+    return missing_slots(
+        topology,
+        num_keys=turn.spec.num_keys,
+        floor=floor,
+        staging_slots=turn.config.staging_slots,
+    )
+
+
+def drain_asked(turn: Turn, event: DrainAsked) -> None:
+    """Move everything off a rank; refused where the others cannot hold every expert."""
+    if not _live_or_refuse(turn, event.request_id, event.rank):
+        return
+    short = _missing(turn, _changed(turn.topology(), event.rank, draining=True), 1)
+    if short:
+        missing = short * turn.spec.slot_bytes
+        message = f"the other ranks lack {short} slots ({missing} bytes) to hold every expert"
+        turn.record("drain", "refused", f"rank {event.rank}: {message}")
+        answer(turn, event.request_id, "refused", message, missing_bytes=missing)
+        return
+    turn.rank(event.rank).draining = True
+    turn.changed()
+    cancel_run(turn, f"rank {event.rank} is drained")
+    turn.state.retry_at_s.pop("drain", None)
+    turn.record("drain", "noted", f"rank {event.rank} is to be emptied")
+    answer(turn, event.request_id, "ok", f"rank {event.rank} is being emptied")
+
+
+def undrain_asked(turn: Turn, event: UndrainAsked) -> None:
+    """Let a rank hold replicas again."""
+    if not 0 <= event.rank < len(turn.state.ranks):
+        answer(
+            turn,
+            event.request_id,
+            "not_found",
+            f"rank {event.rank} must lie in [0, {len(turn.state.ranks)})",
+        )
+        return
+    turn.rank(event.rank).draining = False
+    turn.changed()
+    turn.record("undrain", "noted", f"rank {event.rank} may hold replicas again")
+    answer(turn, event.request_id, "ok", f"rank {event.rank} may hold replicas again")
+
+
+def budget_asked(turn: Turn, event: BudgetAsked) -> None:
+    """A higher budget at once; a lower one after evictions, refused where the floor could not be
+    held."""
+    if not _live_or_refuse(turn, event.request_id, event.rank):
+        return
+    rank = turn.rank(event.rank)
+    slots = event.budget_bytes // turn.spec.slot_bytes if event.budget_bytes >= 0 else -1
+    if slots < 0:
+        answer(turn, event.request_id, "refused", f"budget_bytes {event.budget_bytes} must be >= 0")
+        return
+    before = turn.topology()
+    if slots < rank.num_slots:
+        floor = max(
+            1,
+            reachable_floor(
+                before,
+                num_keys=turn.spec.num_keys,
+                floor=turn.config.floor,
+                staging_slots=turn.config.staging_slots,
+            ),
+        )
+        short = _missing(turn, _changed(before, event.rank, num_slots=slots), floor)
+        if short:
+            missing = short * turn.spec.slot_bytes
+            message = (
+                f"{slots} slots on rank {event.rank} leave the ranks {short} slots "
+                f"({missing} bytes) short of every expert in {floor} failure domain(s) with "
+                f"{turn.config.staging_slots} empty slot(s) a rank"
+            )
+            turn.record("budget_refused", "refused", message)
+            answer(turn, event.request_id, "refused", message, missing_bytes=missing)
+            return
+    rank.wanted_slots, rank.wanted_bytes = slots, event.budget_bytes
+    rank.resize_sent_at_s = NEVER_S
+    turn.changed()
+    cancel_run(turn, f"the budget of rank {event.rank} changes")
+    turn.state.retry_at_s.pop("budget", None)
+    turn.record("budget", "noted", f"rank {event.rank}: {rank.num_slots} -> {slots} slots")
+    if slots >= rank.num_slots:
+        rank.resize_sent_at_s = turn.at_s
+        turn.commands.append(
+            SetRankSlots(
+                rank=rank.rank,
+                incarnation=rank.incarnation,
+                num_slots=slots,
+                budget_bytes=event.budget_bytes,
+            )
+        )
+    answer(turn, event.request_id, "ok", f"rank {event.rank}: {rank.num_slots} -> {slots} slots")
+
+
+def budget_applied(turn: Turn, event: BudgetApplied) -> None:
+    """The shard has that many slots now."""
+    if not 0 <= event.rank < len(turn.state.ranks):
+        return
+    rank = turn.rank(event.rank)
+    if rank.status is not RankStatus.LIVE:
+        return
+    if event.num_slots != rank.wanted_slots:
+        turn.record(
+            "budget",
+            "noted",
+            f"rank {event.rank} applied {event.num_slots} slots, "
+            f"{rank.wanted_slots} are wanted now",
+        )
+    rank.set_num_slots(event.num_slots)
+    if event.num_slots == rank.wanted_slots:
+        rank.budget_bytes = rank.wanted_bytes
+        rank.wanted_slots = rank.wanted_bytes = -1
+        turn.record("budget", "done", f"rank {event.rank} has {event.num_slots} slots")
+    rank.resize_sent_at_s = NEVER_S
+    turn.changed()
+
+
+def plan_asked(turn: Turn, event: PlanAsked) -> None:
+    """Compute a plan to look at, when its turn comes."""
+    if len(turn.state.asks) >= ASKS_MAX:
+        answer(turn, event.request_id, "busy", f"{ASKS_MAX} plans are asked for already; try later")
+        return
+    if not turn.state.published:
+        answer(turn, event.request_id, "refused", "nothing is served yet; wait until it is ready")
+        return
+    turn.state.asks.append(
+        PlanAsk(request_id=event.request_id, policy=event.policy, max_moves=event.max_moves)
+    )
+
+
+def apply_asked(turn: Turn, event: ApplyAsked) -> None:
+    """Run a computed plan, if no slot or expert that it touches has changed since."""
+    stored = next((s for s in turn.state.stored if s.plan_id == event.plan_id), None)
+    if stored is None:
+        answer(
+            turn,
+            event.request_id,
+            "not_found",
+            f"no plan {event.plan_id!r}; compute one and apply it",
+        )
+        return
+    changed = what_changed(turn, stored)
+    if changed:
+        turn.record("asked", "refused", f"plan {event.plan_id}: {changed}", plan_id=event.plan_id)
+        answer(
+            turn,
+            event.request_id,
+            "refused",
+            f"{changed}; compute the plan again",
+            plan_id=event.plan_id,
+        )
+        return
+    run = turn.state.run
+    if run is not None and run.plan_id == event.plan_id:
+        answer(turn, event.request_id, "busy", f"plan {event.plan_id} is running")
+        return
+    if turn.state.apply_next is not None:
+        answer(turn, event.request_id, "busy", f"plan {turn.state.apply_next.plan_id} starts next")
+        return
+    cancel_run(turn, f"plan {event.plan_id} is applied")
+    turn.state.apply_next = stored
+    answer(
+        turn,
+        event.request_id,
+        "ok",
+        f"{len(stored.plan.moves)} moves are started",
+        plan_id=event.plan_id,
+    )
+
+
+def what_changed(turn: Turn, stored: StoredPlan) -> str:
+    """What the plan touches and is not as it was, in words; "" where all is."""
+    layout = turn.layout()
+    limit = {r.rank: r.num_slots if r.alive else 0 for r in turn.topology().ranks}
+    for rank, index, key in stored.slots:
+        if index >= limit[rank] or int(layout.slots[rank, index]) != key:
+            return f"rank {rank} slot {index} changed since the plan was computed"
+    for key, hosts in stored.hosts:
+        layer, expert = divmod(key, turn.spec.num_experts)
+        if list(layout.ranks_of(layer, expert)) != hosts:
+            return f"layer {layer} expert {expert} changed since the plan was computed"
+    return ""

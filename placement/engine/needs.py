@@ -1,0 +1,227 @@
+"""What must be done when nothing is being done: clean up, repair, shrink, drain, apply, plan.
+
+Responsible for the order of causes and for backing off after a failure. Computes no plan: it asks
+for one. Called by the engine once a plan has ended and no target is outstanding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from placement.engine.outlook import scenarios_of
+from placement.engine.runs import cleanup_plan, start_run
+from placement.engine.state import (
+    NEVER_S,
+    Outstanding,
+    RankState,
+    RankStatus,
+    SlotUse,
+)
+from placement.engine.tables import JOIN_GRACE_S
+from placement.engine.turn import Turn
+from placement.layout import ExpertLayout
+from placement.messages.effects import ComputeTarget, SetRankSlots
+from placement.planner import reachable_floor
+from placement.policy.base import PolicyInput
+from placement.topology import Topology
+
+RETRY_S = 5.0
+"""Wait before a cause whose plan failed or was empty is tried again; a change of ranks ends the
+wait at once."""
+SPOKEN_FOR = frozenset({"repair", "budget", "drain"})
+
+
+def next_need(turn: Turn) -> bool:
+    """Start what is needed most, if the engine is idle. Whether anything was started."""
+    state = turn.state
+    _resize_ranks(turn)
+    if state.run is not None or state.outstanding is not None or not _ready(turn):
+        return False
+    plan = cleanup_plan(turn)
+    if plan is not None:
+        start_run(turn, plan, "cleanup", rule="cleanup")
+        return True
+    cause = _wanted_cause(turn)
+    if cause is not None:
+        ask_target(turn, cause)
+        return True
+    if state.apply_next is not None:
+        stored, state.apply_next = state.apply_next, None
+        start_run(turn, stored.plan, "asked", rule="asked", plan_id=stored.plan_id)
+        return True
+    if state.asks and not turn.layout().missing():
+        ask = state.asks.pop(0)
+        ask_target(
+            turn, "asked", asked_by=ask.request_id, policy=ask.policy, max_moves=ask.max_moves
+        )
+        return True
+    return False
+
+
+def _ready(turn: Turn) -> bool:
+    """Whether enough ranks are there to decide: all promised ones, or the grace is over, or few are
+    missing."""
+    state = turn.state
+    if not any(r.status is RankStatus.LIVE for r in state.ranks):
+        return False
+    if turn.at_s >= state.started_at_s + JOIN_GRACE_S:
+        return True
+    if any(r.status in (RankStatus.EXPECTED, RankStatus.RESTORED) for r in state.ranks):
+        return False
+    lost = sum(r.status is RankStatus.LOST and not r.draining for r in state.ranks)
+    # Most of the fleet being replaced at once is a restart of everything: filling the first rank
+    # back would be worse.
+    return 2 * lost <= len(state.ranks)
+
+
+def _wanted_cause(turn: Turn) -> str | None:
+    causes = []
+    if below_floor(turn):
+        causes.append("repair" if turn.state.published else "initial")
+    if any(r.wanted_slots >= 0 and not _shrunk(turn, r) for r in turn.state.ranks):
+        causes.append("budget")
+    if any(r.draining and r.holds and _filled(r) for r in turn.state.ranks):
+        causes.append("drain")
+    for cause in causes:
+        if turn.at_s >= turn.state.retry_at_s.get(cause, -NEVER_S):
+            return cause
+    return None
+
+
+def below_floor(turn: Turn) -> bool:
+    """Whether an expert has fewer failure domains than the floor that memory allows."""
+    topology = turn.topology()
+    floor = reachable_floor(
+        topology,
+        num_keys=turn.spec.num_keys,
+        floor=turn.config.floor,
+        staging_slots=turn.config.staging_slots,
+    )
+    layout = turn.layout()
+    if floor <= 1:
+        return bool(layout.missing())
+    return bool((domain_spread(layout, topology) < floor).any())
+
+
+def domain_spread(
+    layout: ExpertLayout, topology: Topology
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Failure domains each key has a replica in: int64 [num_keys]."""
+    domains = sorted({r.failure_domain for r in topology.ranks if r.alive})
+    member = np.zeros((topology.num_ranks, len(domains)), dtype=np.int64)
+    for spec in topology.ranks:
+        if spec.alive:
+            member[spec.rank, domains.index(spec.failure_domain)] = 1
+    spread: np.ndarray[tuple[int], np.dtype[np.int64]] = (
+        ((layout.hosts > 0).astype(np.int64) @ member) > 0
+    ).sum(axis=1)
+    return spread
+
+
+def _filled(rank: RankState) -> int:
+    return sum(s.use is not SlotUse.EMPTY for s in rank.slots)
+
+
+def _shrunk(turn: Turn, rank: RankState) -> bool:
+    """Whether the rank's high slots are empty and enough of the others are."""
+    if not rank.holds:
+        return True
+    high = rank.slots[rank.wanted_slots :]
+    staging = min(turn.config.staging_slots, rank.wanted_slots)
+    return all(s.use is SlotUse.EMPTY for s in high) and (
+        _filled(rank) <= rank.wanted_slots - staging
+    )
+
+
+def _resize_ranks(turn: Turn) -> None:
+    """Tell ranks whose slots are ready to be given up to give them up; again if they do not
+    answer."""
+    for rank in turn.state.ranks:
+        if rank.wanted_slots < 0 or rank.status is not RankStatus.LIVE:
+            continue
+        if turn.state.run is not None or not _shrunk(turn, rank):
+            continue
+        if rank.resize_sent_at_s == NEVER_S or turn.at_s >= rank.resize_sent_at_s + RETRY_S:
+            rank.resize_sent_at_s = turn.at_s
+            turn.commands.append(
+                SetRankSlots(
+                    rank=rank.rank,
+                    incarnation=rank.incarnation,
+                    num_slots=rank.wanted_slots,
+                    budget_bytes=rank.wanted_bytes,
+                )
+            )
+
+
+def ask_target(
+    turn: Turn, cause: str, *, asked_by: int = -1, policy: str = "", max_moves: int = -1
+) -> None:
+    """Ask for a target. Automatic and asked plans have a budget of moves; what must be done has
+    none beyond itself."""
+    state, config = turn.state, turn.config
+    assert state.outstanding is None, "a target is already outstanding"
+    request_id = state.next_request_id
+    state.next_request_id += 1
+    deadline_s = turn.at_s + config.target_timeout_s
+    state.outstanding = Outstanding(
+        request_id=request_id,
+        revision=state.revision,
+        cause=cause,
+        deadline_s=deadline_s,
+        asked_by=asked_by,
+        policy=policy,
+        max_moves=max_moves,
+    )
+    limits: dict[str, int | None] = {"max_moves": config.max_moves, "max_bytes": config.max_bytes}
+    if cause == "initial":
+        limits = {"max_moves": None, "max_bytes": None}
+    elif cause in SPOKEN_FOR:
+        limits = {"max_moves": 0, "max_bytes": None}
+    elif max_moves >= 0:
+        limits["max_moves"] = max_moves
+    scenarios, weights = scenarios_of(turn)
+    topology = turn.topology()
+    request = PolicyInput(
+        spec=turn.spec,
+        topology=topology,
+        layout=turn.layout(),
+        scenarios=scenarios,
+        weights=weights,
+        floor=max(
+            1,
+            reachable_floor(
+                topology,
+                num_keys=turn.spec.num_keys,
+                floor=config.floor,
+                staging_slots=config.staging_slots,
+            ),
+        ),
+        staging_slots=config.staging_slots,
+        max_moves=limits["max_moves"],
+        max_bytes=limits["max_bytes"],
+        byte_price=config.byte_price,
+        balance_enough=config.balance_enough,
+    )
+    turn.commands.append(
+        ComputeTarget(
+            request_id=request_id,
+            layout_revision=state.revision,
+            cause=cause,
+            policy=policy or config.policy,
+            input=request,
+            deadline_s=deadline_s,
+        )
+    )
+
+
+def back_off(turn: Turn, cause: str) -> None:
+    """Do not ask again for this cause for a while."""
+    turn.state.retry_at_s[cause] = turn.at_s + RETRY_S
+
+
+def forget_outstanding(turn: Turn) -> Outstanding:
+    """The outstanding request, answered or given up."""
+    outstanding = turn.state.outstanding
+    assert outstanding is not None, "no target is outstanding"
+    turn.state.outstanding = None
+    return outstanding

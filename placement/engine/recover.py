@@ -1,0 +1,161 @@
+"""After a restart: a snapshot and the transitions journalled after it become the state of a new
+term.
+
+Responsible for never forgetting a step that had begun, and for never taking a rank's replicas for
+lost because nobody has spoken to it yet. Emits nothing; the first events after it do. Called by
+`RebalanceEngine.restore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from placement.engine.state import (
+    NEVER_S,
+    EngineState,
+    PlanRun,
+    RankState,
+    RankStatus,
+    RunState,
+    SlotState,
+    SlotUse,
+    StepRun,
+    first_step_id,
+    shown_slots,
+)
+from placement.engine.steps import ADD_USE, COPYING, REMOVE_USE, REMOVING
+from placement.layout import EMPTY, ExpertLayout, SlotId
+from placement.messages.effects import Transition
+from placement.migration import AddState, RemoveState
+from placement.planner.plan import Plan, PlannedStep, StepKind
+from placement.topology import MoeSpec
+
+_NO_PLAN = Plan(
+    moves=(),
+    steps=(),
+    copy_bytes=0,
+    cross_node_bytes=0,
+    cost_s=0.0,
+    gain_s_per_s=0.0,
+    balancedness_before=1.0,
+    balancedness_after=1.0,
+)
+
+
+def restart(
+    state: EngineState,
+    spec: MoeSpec,
+    transitions: Iterable[Transition],
+    *,
+    term: int,
+    first_epoch: int,
+    start_s: float,
+    router_silence_s: float,
+) -> None:
+    """Bring the state up to the last journalled transition and open the new term."""
+    for transition in transitions:
+        _apply(state, spec, transition)
+    assert term > state.term, f"term {term} must be above {state.term}"
+    state.term = term
+    state.next_step_id = max(state.next_step_id, first_step_id(term))
+    state.epoch = max(state.epoch, first_epoch - 1)
+    state.now_s = state.started_at_s = state.published_at_s = start_s
+    state.last_run_ended_at_s = -1e18
+    state.wake_at_s = NEVER_S
+    state.outstanding = None
+    state.asks, state.apply_next, state.realised = [], None, None
+    state.retry_at_s = {}
+    state.table_dirty = state.published
+    state.revision += 1
+    # Until the routers have had time to register, none of them being known does not mean that none
+    # is there.
+    state.acks_count_from_s = start_s + router_silence_s
+    state.parked = {i: s for i, s in state.parked.items() if s.state == AddState.VERIFIED}
+    for rank in state.ranks:
+        if rank.status is RankStatus.LIVE:
+            rank.status = RankStatus.RESTORED
+        rank.suspected_at_s = rank.resize_sent_at_s = NEVER_S
+    for router in state.routers.values():
+        router.joined_at_s = start_s
+    if state.run is not None:
+        state.run.state = RunState.ENDING
+        state.run.waiting = {}
+        state.run.started_at_s = start_s
+    for step in [*state.parked.values(), *(state.run.steps.values() if state.run else ())]:
+        # Until its rank has told what it holds nothing is asked of it, so no wait of it may end.
+        step.deadline_s = NEVER_S
+
+
+def _apply(state: EngineState, spec: MoeSpec, transition: Transition) -> None:
+    """One journalled transition, exactly as the engine that wrote it left step and slot."""
+    step = _step_of(state, spec, transition)
+    step.state, step.tag, step.epoch = transition.after, transition.slot_tag, transition.epoch
+    state.epoch = max(state.epoch, transition.epoch)
+    state.published = state.published or transition.after in (AddState.LISTED, RemoveState.UNLISTED)
+    state.next_step_id = max(state.next_step_id, transition.step_id + 1)
+    copying = transition.kind is StepKind.ADD and step.state in COPYING
+    removing = transition.kind is StepKind.REMOVE and step.state in REMOVING
+    (state.copying.add if copying else state.copying.discard)(transition.step_id)
+    (state.removing.add if removing else state.removing.discard)(transition.step_id)
+    if transition.rank >= len(state.ranks):
+        return  # joined after the snapshot; its inventory will say what it holds
+    slots = _slots_of(state.ranks[transition.rank], transition.slot)
+    use = (
+        ADD_USE[AddState(transition.after)]
+        if transition.kind is StepKind.ADD
+        else REMOVE_USE[RemoveState(transition.after)]
+    )
+    cancelled = transition.after in (AddState.ABORTED, RemoveState.LISTED)
+    if transition.before == AddState.PLANNED and cancelled:
+        return  # before it began: the slot never was its own
+    empty = use is SlotUse.EMPTY
+    slots[transition.slot] = SlotState(
+        use=use,
+        key=EMPTY if empty else spec.key(transition.layer, transition.expert),
+        tag=-1 if empty else transition.slot_tag,
+    )
+
+
+def _slots_of(rank: RankState, index: int) -> list[SlotState]:
+    """Slots of a rank that, by the journal, had joined: also where the snapshot is older than
+    that."""
+    if not rank.holds:
+        rank.status, rank.incarnation, rank.slots = RankStatus.RESTORED, -1, []
+    while len(rank.slots) < max(rank.num_slots, index + 1):
+        rank.slots.append(SlotState())
+    rank.num_slots = len(rank.slots)
+    return rank.slots
+
+
+def _step_of(state: EngineState, spec: MoeSpec, transition: Transition) -> StepRun:
+    run = state.run
+    if transition.step_id in state.parked:
+        return state.parked[transition.step_id]
+    if run is not None and transition.step_id in run.steps:
+        return run.steps[transition.step_id]
+    if run is None or transition.plan_id != run.plan_id:
+        if run is not None:
+            # A newer plan has spoken, so this one had ended; its verified adds had been parked.
+            state.parked.update(
+                (i, s) for i, s in run.steps.items() if s.state == AddState.VERIFIED
+            )
+        state.run = run = PlanRun(
+            plan_id=transition.plan_id,
+            cause="recovered",
+            plan=_NO_PLAN,
+            steps={},
+            started_at_s=transition.at_s,
+            drain_wait_s=5.0,
+            before=ExpertLayout(shown_slots(state), spec.num_layers, spec.num_experts),
+        )
+    planned = PlannedStep(
+        step_id=transition.step_id,
+        kind=transition.kind,
+        move_id=-1,
+        slot=SlotId(transition.rank, transition.slot),
+        layer=transition.layer,
+        expert=transition.expert,
+        wave=0,
+    )
+    found = run.steps[transition.step_id] = StepRun(step=planned)
+    return found

@@ -1,0 +1,343 @@
+"""Everything the engine remembers, as data: one mutable struct that is its own snapshot.
+
+Responsible for the form of the state and for the facts derived from it alone (layouts, coverage,
+topology). Decides nothing. Used by every module of this package; encoded by `messages.codec`.
+
+A slot's use says who may touch it. EMPTY -> TAKEN (an add has claimed it) -> VERIFIED (proved, in
+no table yet) -> LISTED (in the newest table) -> LEAVING (a remove took it out of the table) ->
+EMPTY. ORPHAN is what a shard holds and nobody asked for: it is released before anything else is
+planned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import IntEnum, StrEnum
+
+import msgspec
+import numpy as np
+
+from placement.config import RebalanceConfig
+from placement.forecast import ForecastState, initial_state
+from placement.layout import ABSENT, EMPTY, ExpertLayout, IntArray
+from placement.load import LoadHistory
+from placement.messages.codec import decode_as, encode
+from placement.planner.plan import Plan, PlannedStep
+from placement.routing import RankAddress
+from placement.topology import NUM_PHASES, DeviceProfile, MoeSpec, RankSpec, Topology
+
+NEVER_S = float("inf")
+
+
+class SlotUse(IntEnum):
+    """Who may touch a slot; see the module's text."""
+
+    EMPTY = 0
+    TAKEN = 1
+    VERIFIED = 2
+    LISTED = 3
+    LEAVING = 4
+    ORPHAN = 5
+
+
+class SlotState(msgspec.Struct):
+    """One slot: its use, the key it holds or is claimed for (-1 empty) and its tag (-1 unknown)."""
+
+    use: SlotUse = SlotUse.EMPTY
+    key: int = EMPTY
+    tag: int = -1
+
+
+class RankStatus(StrEnum):
+    """EXPECTED: never seen. LIVE: joined. RESTORED: joined before the controller restarted, not
+    heard since. LOST."""
+
+    EXPECTED = "expected"
+    LIVE = "live"
+    RESTORED = "restored"
+    LOST = "lost"
+
+
+class RankState(msgspec.Struct, kw_only=True):
+    """One rank. `wanted_slots` >= 0: a lower budget was asked for and is not applied yet."""
+
+    rank: int
+    node: str
+    failure_domain: str
+    profile: str
+    num_slots: int
+    budget_bytes: int
+    status: RankStatus = RankStatus.EXPECTED
+    incarnation: int = -1
+    address: RankAddress | None = None
+    suspected_at_s: float = NEVER_S
+    draining: bool = False
+    wanted_slots: int = -1
+    wanted_bytes: int = -1
+    resize_sent_at_s: float = NEVER_S
+    slots: list[SlotState] = []
+
+    @property
+    def holds(self) -> bool:
+        """Whether what it holds counts: live, or not yet heard of since the controller
+        restarted."""
+        return self.status in (RankStatus.LIVE, RankStatus.RESTORED)
+
+    def set_num_slots(self, num_slots: int) -> None:
+        """Take the shard's word on how many slots it has. Slots that still hold something stay
+        until it is told."""
+        while len(self.slots) < num_slots:
+            self.slots.append(SlotState())
+        while len(self.slots) > num_slots and self.slots[-1].use is SlotUse.EMPTY:
+            self.slots.pop()
+        self.num_slots = len(self.slots)
+
+
+class RouterState(msgspec.Struct, kw_only=True):
+    """One router: newest epoch it uses, newest below which it has nothing in flight, and whether it
+    is waited for."""
+
+    router: str
+    incarnation: int
+    joined_at_s: float
+    applied: int = -1
+    quiesced: int = -1
+    in_set: bool = True
+
+
+class StepRun(msgspec.Struct, kw_only=True):
+    """One step and where it stands. `state` is the text of its machine's state."""
+
+    step: PlannedStep
+    state: str = "planned"
+    tag: int = -1
+    epoch: int = -1
+    """add: unused. remove: first epoch that does not list the replica."""
+    deadline_s: float = NEVER_S
+    source_rank: int = -1
+    source_slot: int = -1
+    source_tag: int = -1
+    copy_s: float = 0.0
+    why: str = ""
+
+
+class RunState(StrEnum):
+    """RUNNING: waves follow each other. ENDING: nothing new begins; what has begun finishes or
+    aborts."""
+
+    RUNNING = "running"
+    ENDING = "ending"
+
+
+class PlanRun(msgspec.Struct, kw_only=True):
+    """The plan being run. `plan` carries the numbers the steps have here (unique in the engine's
+    life)."""
+
+    plan_id: str
+    cause: str
+    plan: Plan
+    steps: dict[int, StepRun]
+    started_at_s: float
+    drain_wait_s: float
+    before: ExpertLayout
+    wave: int = 0
+    waiting: dict[int, list[int]] = {}
+    """Adds of the present wave that have not begun, in their order, by target rank."""
+    state: RunState = RunState.RUNNING
+    copied_bytes: int = 0
+
+
+class Outstanding(msgspec.Struct, kw_only=True):
+    """The one ComputeTarget without an answer. `asked_by` >= 0: the operator's request it is
+    for."""
+
+    request_id: int
+    revision: int
+    cause: str
+    deadline_s: float
+    asked_by: int = -1
+    policy: str = ""
+    max_moves: int = -1
+
+
+class StoredPlan(msgspec.Struct, kw_only=True):
+    """A computed plan that may be applied: with the (rank, slot) -> key and key -> ranks it was
+    computed on."""
+
+    plan_id: str
+    plan: Plan
+    slots: list[tuple[int, int, int]]
+    hosts: list[tuple[int, list[int]]]
+
+
+class PlanAsk(msgspec.Struct, kw_only=True):
+    """An operator's wish for a plan, waiting for its turn."""
+
+    request_id: int
+    policy: str
+    max_moves: int
+
+
+class Realised(msgspec.Struct, kw_only=True):
+    """A finished plan whose gain is measured on the first whole window after it."""
+
+    plan_id: str
+    ended_at_s: float
+    expected_gain_s_per_s: float
+    before: ExpertLayout
+    after: ExpertLayout
+
+
+class EngineState(msgspec.Struct, kw_only=True):
+    """All of it. Every collection is bounded: by the fleet, by the plan, or by a limit named where
+    it grows."""
+
+    term: int
+    epoch: int
+    """Newest epoch published (or the one before the first)."""
+    published: bool = False
+    table_dirty: bool = False
+    """What should be listed differs from the newest table."""
+    published_at_s: float = 0.0
+    now_s: float
+    started_at_s: float
+    paused: bool = False
+    ranks: list[RankState]
+    routers: dict[str, RouterState] = {}
+    acks_count_from_s: float = -1e18
+    """Before this time the set of routers is not known, so nothing counts as acknowledged by
+    all."""
+    revision: int = 0
+    run: PlanRun | None = None
+    parked: dict[int, StepRun] = {}
+    """Verified adds of ended runs that wait for the first table."""
+    copying: set[int] = set()
+    """Adds that have begun and are neither verified nor ended."""
+    removing: set[int] = set()
+    """Removals between UNLISTED and their end."""
+    outstanding: Outstanding | None = None
+    asks: list[PlanAsk] = []
+    apply_next: StoredPlan | None = None
+    stored: list[StoredPlan] = []
+    retry_at_s: dict[str, float] = {}
+    regret_s: float = 0.0
+    last_run_ended_at_s: float = -1e18
+    history: LoadHistory
+    forecast: ForecastState
+    realised: Realised | None = None
+    wake_at_s: float = NEVER_S
+    next_step_id: int = 0
+    next_move_id: int = 0
+    next_request_id: int = 0
+    next_record: int = 0
+    moves_done: dict[str, int] = {}
+    moves_aborted: int = 0
+    copy_bytes_done: int = 0
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What `RebalanceEngine.restore` needs: settings and state, a copy that later steps do not
+    change."""
+
+    spec: MoeSpec
+    config: RebalanceConfig
+    profiles: tuple[DeviceProfile, ...]
+    cross_node_bytes_per_s: float
+    state: EngineState
+
+
+def first_step_id(term: int) -> int:
+    """Step ids of a term start here: shards remember ids, and a controller without a journal must
+    not reuse one."""
+    return term << 32
+
+
+def initial(
+    spec: MoeSpec,
+    topology: Topology,
+    config: RebalanceConfig,
+    *,
+    term: int,
+    first_epoch: int,
+    start_s: float,
+    paused: bool,
+) -> EngineState:
+    """State before the first event: every rank of the topology is expected, nothing is held."""
+    ranks = [
+        RankState(
+            rank=r.rank,
+            node=r.node,
+            failure_domain=r.failure_domain,
+            profile=r.profile,
+            num_slots=r.num_slots,
+            budget_bytes=r.num_slots * spec.slot_bytes,
+            status=RankStatus.EXPECTED if r.alive else RankStatus.LOST,
+            draining=r.draining,
+        )
+        for r in topology.ranks
+    ]
+    return EngineState(
+        term=term,
+        epoch=first_epoch - 1,
+        now_s=start_s,
+        started_at_s=start_s,
+        paused=paused,
+        next_step_id=first_step_id(term),
+        ranks=ranks,
+        history=LoadHistory(kept=config.windows_kept),
+        forecast=initial_state(
+            num_phases=NUM_PHASES, num_layers=spec.num_layers, num_experts=spec.num_experts
+        ),
+    )
+
+
+def copy_of(state: EngineState) -> EngineState:
+    """A copy that shares nothing that can change."""
+    return decode_as(encode(state), EngineState)
+
+
+def shown_key(slot: SlotState) -> int:
+    """Key a layout shows for the slot: what is listed or will be; everything else counts as EMPTY.
+
+    Nothing is planned while a slot is neither listed, verified nor empty.
+    """
+    return slot.key if slot.use in (SlotUse.LISTED, SlotUse.VERIFIED) else EMPTY
+
+
+def shown_slots(state: EngineState) -> IntArray:
+    """Matrix of `shown_key`, as wide as the widest rank; ranks that hold nothing any more are
+    ABSENT."""
+    width = max((r.num_slots for r in state.ranks), default=0)
+    slots = np.full((len(state.ranks), width), ABSENT, dtype=np.int32)
+    for rank in state.ranks:
+        if rank.holds:
+            slots[rank.rank, : rank.num_slots] = [shown_key(s) for s in rank.slots]
+    return slots
+
+
+def planning_topology(
+    state: EngineState, profiles: tuple[DeviceProfile, ...], cross_node_bytes_per_s: float
+) -> Topology:
+    """Ranks as the next plan must see them: wanted budgets instead of present ones, draining ranks
+    marked."""
+    return Topology(
+        ranks=tuple(
+            RankSpec(
+                rank=r.rank,
+                node=r.node,
+                failure_domain=r.failure_domain,
+                num_slots=r.num_slots if r.wanted_slots < 0 else min(r.num_slots, r.wanted_slots),
+                profile=r.profile,
+                alive=r.holds,
+                draining=r.draining,
+            )
+            for r in state.ranks
+        ),
+        profiles=profiles,
+        cross_node_bytes_per_s=cross_node_bytes_per_s,
+    )
+
+
+def short_hash(plan: Plan) -> str:
+    """Eight hex digits that name a plan's content."""
+    return hashlib.blake2s(encode(plan), digest_size=4).hexdigest()

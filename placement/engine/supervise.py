@@ -1,0 +1,242 @@
+"""Running a plan: which step begins when, what a wave publishes, what a deadline or a cancelled
+plan does.
+
+Responsible for waves and their one table each. Chooses no step: plans come from the planner. Called
+by the engine after every event, until nothing moves any more.
+"""
+
+from __future__ import annotations
+
+from placement.engine.runs import did_its_work, finish_run, has_ended, open_wave
+from placement.engine.state import NEVER_S, PlanRun, RankStatus, RunState, SlotUse, StepRun
+from placement.engine.steps import copies_out_of, find_source, fire, offer, price_copy
+from placement.engine.tables import (
+    advance_removals,
+    drop_silent_routers,
+    may_publish,
+    publish,
+    remaining_replicas,
+)
+from placement.engine.turn import Turn
+from placement.migration import AddState, RemoveState, StepEvent
+from placement.planner.plan import StepKind
+
+
+def advance_run(turn: Turn) -> bool:
+    """Take the running plan as far as it goes now. Whether anything moved."""
+    run = turn.state.run
+    if run is None:
+        return False
+    moved = _cancel_planned(turn, run) if run.state is RunState.ENDING else False
+    moved |= _begin_adds(turn, run)
+    moved |= _publish_wave(turn, run)
+    if _wave_open(turn, run):
+        return moved
+    later = {s.step.wave for s in run.steps.values() if s.step.wave > run.wave}
+    if later:
+        open_wave(run, min(later))
+    else:
+        finish_run(turn)
+    return True
+
+
+def _wave_open(turn: Turn, run: PlanRun) -> bool:
+    """Whether a step of the wave (of the whole plan, once it ends) is still open and not merely
+    waiting for a table."""
+    if run.waiting or turn.state.copying or turn.state.removing:
+        return True
+    withheld = not may_publish(turn)
+    return any(
+        not has_ended(s) and not (withheld and s.state == AddState.VERIFIED)
+        for s in run.steps.values()
+        if s.step.wave == run.wave or run.state is RunState.ENDING
+    )
+
+
+def _begin_adds(turn: Turn, run: PlanRun) -> bool:
+    """Begin what waits, as long as its rank and its source have a copy to spare."""
+    if not run.waiting:
+        return False
+    moved = False
+    into: dict[int, int] = {}
+    for step_id in sorted(turn.state.copying):
+        rank = turn.known_step(step_id).step.slot.rank
+        into[rank] = into.get(rank, 0) + 1
+    most = turn.config.wave_adds_per_rank
+    open_ranks = sorted(rank for rank in run.waiting if into.get(rank, 0) < most)
+    busy = copies_out_of(turn) if open_ranks else {}
+    for rank in open_ranks:
+        spare = most - into.get(rank, 0)
+        still: list[int] = []
+        ids = run.waiting[rank]
+        for position, step_id in enumerate(ids):
+            if spare <= 0:
+                still.extend(ids[position:])
+                break
+            step = run.steps[step_id]
+            verdict = _may_begin(turn, run, step)
+            if verdict is False:
+                fire(turn, step, StepEvent.CANCELLED, "what it waited for did not happen")
+                moved = True
+            elif verdict is None or not _begin(turn, step, busy):
+                still.append(step_id)
+            else:
+                spare -= 1
+                moved = True
+        if still:
+            run.waiting[rank] = still
+        else:
+            del run.waiting[rank]
+    return moved
+
+
+def _begin(turn: Turn, step: StepRun, busy: dict[int, int]) -> bool:
+    """Begin the add, unless its nearest source has no copy to spare. Counts it in `busy`."""
+    source = find_source(turn, step)
+    if source.rank >= 0 and busy.get(source.rank, 0) >= turn.config.wave_copies_from_rank:
+        return False
+    step.source_rank = source.rank
+    step.copy_s = price_copy(turn, step, source)
+    fire(turn, step, StepEvent.BEGUN)
+    busy[source.rank] = busy.get(source.rank, 0) + 1
+    return True
+
+
+def _may_begin(turn: Turn, run: PlanRun, step: StepRun) -> bool | None:
+    """True: now. None: not yet. False: never, for what it waited for did not happen or its slot is
+    gone."""
+    for before in step.step.after:
+        other = run.steps[before]
+        if not has_ended(other):
+            return None
+        if not did_its_work(other):
+            return False
+    rank = turn.rank(step.step.slot.rank)
+    slot = turn.slot(step.step.slot.rank, step.step.slot.index)
+    if rank.status is not RankStatus.LIVE or slot is None or slot.use is not SlotUse.EMPTY:
+        return False
+    return None if rank.suspected_at_s != NEVER_S else True
+
+
+def _publish_wave(turn: Turn, run: PlanRun) -> bool:
+    """Once no add of the wave is under way: one table that lists the verified and drops what may
+    go."""
+    if run.waiting or turn.state.copying:
+        return False
+    wave = [s for s in run.steps.values() if s.step.wave == run.wave]
+    fresh = [s for s in wave if s.step.kind is StepKind.ADD and s.state == AddState.VERIFIED]
+    planned = [s for s in wave if s.step.kind is StepKind.REMOVE and s.state == RemoveState.PLANNED]
+    if not fresh and not planned:
+        return False
+    if run.cause == "cleanup":
+        # What is in no table needs none to leave it; it is drained like the others all the same.
+        for step in planned:
+            _unlist_orphan(turn, run, step)
+        return True
+    if not may_publish(turn):
+        return False
+    unlist: list[StepRun] = []
+    leaving: dict[tuple[int, int], int] = {}
+    for step in planned:
+        key = (step.step.layer, step.step.expert)
+        relied = [run.steps[a] for a in step.step.after]
+        ready = all(did_its_work(s) or s.state == AddState.VERIFIED for s in relied)
+        covered = remaining_replicas(turn, step) > leaving.get(key, 0)
+        if ready and covered and run.state is RunState.RUNNING:
+            unlist.append(step)
+            leaving[key] = leaving.get(key, 0) + 1
+        else:
+            fire(turn, step, StepEvent.CANCELLED, "what it relied on did not happen")
+    if not unlist and not fresh:
+        return True
+    publish(turn, unlist)
+    return True
+
+
+def _unlist_orphan(turn: Turn, run: PlanRun, step: StepRun) -> None:
+    slot = turn.slot(step.step.slot.rank, step.step.slot.index)
+    if run.state is not RunState.RUNNING or slot is None or slot.use is not SlotUse.ORPHAN:
+        fire(turn, step, StepEvent.CANCELLED, "the slot is no orphan any more")
+        return
+    step.epoch, step.tag = turn.state.epoch, slot.tag
+    fire(turn, step, StepEvent.PUBLISHED)
+
+
+def _cancel_planned(turn: Turn, run: PlanRun) -> bool:
+    """Cancel every step that has not begun, and adds that have not been verified yet."""
+    moved = False
+    run.waiting = {}
+    for step in run.steps.values():
+        if step.state == AddState.PLANNED:  # the same text for both machines
+            fire(turn, step, StepEvent.CANCELLED, step.why or "the plan was cancelled")
+            moved = True
+        elif step.step.kind is StepKind.ADD and step.state == AddState.VERIFIED:
+            turn.state.table_dirty = True
+    return moved
+
+
+def cancel_run(turn: Turn, why: str) -> None:
+    """End the running plan: what has not begun is cancelled, copies are aborted, begun removals go
+    on."""
+    run = turn.state.run
+    if run is None or run.state is RunState.ENDING:
+        return
+    run.state = RunState.ENDING
+    for step in run.steps.values():
+        if step.step.kind is StepKind.ADD and step.state in (AddState.RESERVED, AddState.COPYING):
+            fire(turn, step, StepEvent.CANCELLED, why)
+        elif step.state == AddState.PLANNED:
+            step.why = why
+
+
+def recall_needed(turn: Turn, lost_slots: frozenset[tuple[int, int]]) -> None:
+    """Take back removals whose expert has no other replica left, or that relied on an add in a lost
+    slot."""
+    run = turn.state.run
+    if run is None or run.cause == "cleanup":
+        return
+    for step_id in sorted(turn.state.removing):
+        step = turn.known_step(step_id)
+        relied_lost = any(tuple(run.steps[a].step.slot) in lost_slots for a in step.step.after)
+        if relied_lost or remaining_replicas(turn, step) == 0:
+            offer(turn, step, StepEvent.CANCELLED, "a replica it relied on was lost")
+
+
+def pass_deadlines(turn: Turn) -> None:
+    """Let the time that is over happen to steps and routers."""
+    for step_id in sorted(turn.state.copying | turn.state.removing):
+        step = turn.known_step(step_id)
+        if turn.at_s < step.deadline_s:
+            continue
+        before = step.state
+        if step.step.kind is StepKind.REMOVE and before in (
+            RemoveState.UNLISTED,
+            RemoveState.ACKED,
+        ):
+            turn.record(
+                "drain_wait_over",
+                "noted",
+                f"step {step_id} waited in {before}; late work gets STALE and is retried",
+                plan_id=turn.plan_of(step_id),
+                move_id=step.step.move_id,
+            )
+        elif before in (AddState.RESERVED, AddState.COPYING):
+            turn.record(
+                "step_aborted",
+                "aborted",
+                f"step {step_id} was still {before} at its deadline",
+                plan_id=turn.plan_of(step_id),
+                move_id=step.step.move_id,
+            )
+        fire(turn, step, StepEvent.DEADLINE, "deadline")
+    drop_silent_routers(turn)
+
+
+def settle_steps(turn: Turn) -> bool:
+    """One round over plan, table and removals. Whether anything moved."""
+    moved = advance_run(turn)
+    if turn.state.table_dirty and may_publish(turn):
+        publish(turn, [])
+        moved = True
+    moved |= advance_removals(turn)
+    return moved

@@ -1,0 +1,56 @@
+"""Time: what its passing does, and when the engine wants to be woken next.
+
+Responsible for deadlines of every kind and for WakeAt. Called by the engine at the end of every
+step.
+"""
+
+from __future__ import annotations
+
+from placement.engine.needs import RETRY_S
+from placement.engine.ranks import drop_silent_ranks
+from placement.engine.state import NEVER_S, RankStatus
+from placement.engine.supervise import pass_deadlines
+from placement.engine.tables import JOIN_GRACE_S, silence_ends_at
+from placement.engine.trigger import give_up
+from placement.engine.turn import Turn
+from placement.messages.effects import WakeAt
+
+
+def pass_time(turn: Turn) -> None:
+    """Let everything whose time is over happen."""
+    outstanding = turn.state.outstanding
+    if outstanding is not None and turn.at_s >= outstanding.deadline_s:
+        give_up(turn, f"no answer in {turn.config.target_timeout_s} s")
+    pass_deadlines(turn)
+    drop_silent_ranks(turn, JOIN_GRACE_S)
+
+
+def ask_to_be_woken(turn: Turn) -> None:
+    """WakeAt for the earliest time at which something may be over, unless an earlier or equal one
+    was asked for."""
+    state = turn.state
+    if state.wake_at_s <= turn.at_s:
+        state.wake_at_s = NEVER_S
+    soonest = min(_times(turn), default=NEVER_S)
+    if soonest < state.wake_at_s:
+        state.wake_at_s = soonest
+        turn.commands.append(WakeAt(at_s=soonest))
+
+
+def _times(turn: Turn) -> list[float]:
+    state = turn.state
+    times = [turn.known_step(i).deadline_s for i in sorted(state.copying | state.removing)]
+    if state.removing and state.acks_count_from_s > turn.at_s:
+        times.append(state.acks_count_from_s)
+    if state.outstanding is not None:
+        times.append(state.outstanding.deadline_s)
+    times.extend(at for at in state.retry_at_s.values() if at > turn.at_s)
+    for rank in state.ranks:
+        times.append(rank.suspected_at_s + turn.config.rank_silence_s)
+        if rank.wanted_slots >= 0:
+            times.append(rank.resize_sent_at_s + RETRY_S)
+    times.extend(silence_ends_at(turn, r) for r in state.routers.values())
+    grace = state.started_at_s + JOIN_GRACE_S
+    if grace > turn.at_s and any(r.status is not RankStatus.LIVE for r in state.ranks):
+        times.append(grace)
+    return [at for at in times if at < NEVER_S]

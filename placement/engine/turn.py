@@ -1,0 +1,148 @@
+"""One call of `step`: the state, the time, and the effects collected so far.
+
+Responsible for giving records and transitions their numbers and for facts that are cheap to look up
+once a call. Decides nothing. Every module of this package takes a Turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from placement.config import RebalanceConfig
+from placement.engine.state import (
+    EngineState,
+    RankState,
+    RankStatus,
+    SlotState,
+    StepRun,
+    planning_topology,
+    shown_key,
+    shown_slots,
+)
+from placement.layout import ExpertLayout, IntArray
+from placement.messages.effects import AnyCommand, Effects, Transition
+from placement.messages.records import DecisionRecord
+from placement.topology import DeviceProfile, MoeSpec, Topology
+
+
+@dataclass(slots=True)
+class LayoutCache:
+    """The layout of the newest revision, and its matrix kept slot by slot: derived, so no part of
+    the state."""
+
+    slots: IntArray | None = None
+    layout: ExpertLayout | None = None
+
+
+@dataclass(slots=True)
+class Turn:
+    """Everything a rule may look at or say during one step."""
+
+    spec: MoeSpec
+    config: RebalanceConfig
+    profiles: tuple[DeviceProfile, ...]
+    cross_node_bytes_per_s: float
+    state: EngineState
+    at_s: float
+    cache: LayoutCache
+    transitions: list[Transition] = field(default_factory=list)
+    commands: list[AnyCommand] = field(default_factory=list)
+    records: list[DecisionRecord] = field(default_factory=list)
+
+    def effects(self) -> Effects:
+        """What this call asks for."""
+        return Effects(
+            transitions=tuple(self.transitions),
+            commands=tuple(self.commands),
+            records=tuple(self.records),
+        )
+
+    def record(  # noqa: PLR0913  # one keyword a field of the record
+        self,
+        rule: str,
+        outcome: str,
+        detail: str = "",
+        *,
+        numbers: dict[str, float] | None = None,
+        plan_id: str = "",
+        move_id: int = -1,
+        expected_gain_s_per_s: float = 0.0,
+        realised_gain_s_per_s: float = 0.0,
+        copy_bytes: int = 0,
+    ) -> None:
+        """Leave a decision record."""
+        self.records.append(
+            DecisionRecord(
+                at_s=self.at_s,
+                seq=self.state.next_record,
+                rule=rule,
+                outcome=outcome,
+                detail=detail,
+                plan_id=plan_id,
+                move_id=move_id,
+                numbers=numbers or {},
+                expected_gain_s_per_s=expected_gain_s_per_s,
+                realised_gain_s_per_s=realised_gain_s_per_s,
+                copy_bytes=copy_bytes,
+            )
+        )
+        self.state.next_record += 1
+
+    def rank(self, rank: int) -> RankState:
+        """State of a rank."""
+        return self.state.ranks[rank]
+
+    def slot(self, rank: int, index: int) -> SlotState | None:
+        """State of a slot, None where the rank is lost or has fewer slots."""
+        slots = self.state.ranks[rank].slots
+        return slots[index] if 0 <= index < len(slots) else None
+
+    def changed(self, rank: int = -1, index: int = -1) -> None:
+        """What is listed, resident or allowed changed (in one slot, or anywhere): older targets are
+        stale."""
+        self.state.revision += 1
+        self.cache.layout = None
+        if index < 0 or self.cache.slots is None:
+            self.cache.slots = None
+            return
+        self.cache.slots[rank, index] = shown_key(self.state.ranks[rank].slots[index])
+
+    def layout(self) -> ExpertLayout:
+        """What is listed or will be."""
+        if self.cache.slots is None:
+            self.cache.slots = shown_slots(self.state)
+        if self.cache.layout is None:
+            self.cache.layout = ExpertLayout(
+                self.cache.slots, self.spec.num_layers, self.spec.num_experts
+            )
+        return self.cache.layout
+
+    def topology(self) -> Topology:
+        """Ranks as the next plan must see them."""
+        return planning_topology(self.state, self.profiles, self.cross_node_bytes_per_s)
+
+    def known_step(self, step_id: int) -> StepRun:
+        """A step that must be known."""
+        found = self.find_step(step_id)
+        assert found is not None, f"step {step_id} is not known"
+        return found
+
+    def plan_of(self, step_id: int) -> str:
+        """Id of the running plan where the step is part of it, "" for a parked one."""
+        run = self.state.run
+        return run.plan_id if run is not None and step_id in run.steps else ""
+
+    def find_step(self, step_id: int) -> StepRun | None:
+        """A step that is still known, by id."""
+        if step_id in self.state.parked:
+            return self.state.parked[step_id]
+        return self.state.run.steps.get(step_id) if self.state.run is not None else None
+
+    def waiting_for_ranks(self) -> list[int]:
+        """Ranks that may still say what they hold: no table may leave them out yet."""
+        wanted = (
+            (RankStatus.RESTORED,)
+            if self.state.published
+            else (RankStatus.EXPECTED, RankStatus.RESTORED)
+        )
+        return [r.rank for r in self.state.ranks if r.status in wanted]

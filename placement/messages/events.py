@@ -1,0 +1,255 @@
+"""What happened: every input of `RebalanceEngine.step`. Past tense. `at_s` is the driver's
+monotonic time.
+
+Events are journalled in order before `step` sees them; replaying them gives the same effects, byte
+for byte.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from placement.load import LoadWindow
+from placement.planner.plan import Plan
+from placement.routing import RankAddress
+
+
+class ResidentSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a shard says one of its slots holds. Only verified slots may be listed."""
+
+    slot: int
+    tag: int
+    layer: int
+    expert: int
+    verified: bool
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, eq=False):
+    """Base of all events."""
+
+    at_s: float
+
+
+class RankJoined(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """A shard answered and may be used. Replaces an earlier incarnation of the same rank (which is
+    then lost)."""
+
+    rank: int
+    node: str
+    failure_domain: str
+    profile: str
+    num_slots: int
+    address: RankAddress
+    resident: tuple[ResidentSlot, ...] = ()
+
+
+class RankSuspected(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """A rank stopped answering; routers avoid it. Not yet lost."""
+
+    rank: int
+    reason: str
+
+
+class RankCleared(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """A suspected rank answered again."""
+
+    rank: int
+
+
+class RankLost(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """That incarnation of the rank is gone with all it held."""
+
+    rank: int
+    incarnation: int
+    reason: str
+
+
+class RouterJoined(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """A router is in the acknowledging set. It fetches the table after this."""
+
+    router: str
+    incarnation: int
+
+
+class RouterLeft(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """A router was silent too long or is gone: it leaves the acknowledging set."""
+
+    router: str
+    reason: str
+    gone: bool
+    """True where the process is dead and must be replaced; False where it may come back and
+    rejoin."""
+
+
+class TableApplied(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """A router uses this epoch for every new batch."""
+
+    router: str
+    epoch: int
+
+
+class TableQuiesced(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """A router has nothing in flight that was split under an epoch below this one."""
+
+    router: str
+    epoch: int
+
+
+class WindowClosed(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """A load window closed."""
+
+    window: LoadWindow
+
+
+class TargetComputed(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """Answer to ComputeTarget. `slots` is the target layout, int32 [ranks, slots]."""
+
+    request_id: int
+    layout_revision: int
+    slots: npt.NDArray[np.int32]
+    plan: Plan
+    notes: tuple[str, ...] = ()
+
+
+class TargetFailed(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """ComputeTarget could not be answered; `reason` says what was short."""
+
+    request_id: int
+    reason: str
+
+
+class SlotReserved(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """The shard reserved the slot; `slot_tag` is its new fill number."""
+
+    step_id: int
+    slot_tag: int
+
+
+class ExpertCopied(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """All bytes of the expert are in the slot."""
+
+    step_id: int
+    copy_bytes: int
+    seconds: float
+
+
+class ExpertVerified(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """Digest of the resident bytes equals the canonical one, and the probe row was right."""
+
+    step_id: int
+
+
+class AddAborted(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """The shard gave the slot of an aborted add back."""
+
+    step_id: int
+
+
+class SlotReleased(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """The slot is empty and its memory is free."""
+
+    step_id: int
+
+
+class StepFailed(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """A command of the step failed. `code`: no_slot | over_budget | source_lost | digest | timeout
+    | stale_term | io."""
+
+    step_id: int
+    code: str
+    detail: str
+
+
+class BudgetApplied(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """The shard has this many slots now."""
+
+    rank: int
+    num_slots: int
+
+
+class TimerFired(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """The time of the last WakeAt has come (or any time later)."""
+
+
+class PauseAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """An operator stops automatic plans (repairs go on)."""
+
+    request_id: int
+    reason: str = ""
+
+
+class ResumeAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """An operator lets automatic plans run again."""
+
+    request_id: int
+
+
+class DrainAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """Move everything off a rank. Refused where the rest cannot hold every expert."""
+
+    request_id: int
+    rank: int
+
+
+class UndrainAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """A drained rank may hold replicas again."""
+
+    request_id: int
+    rank: int
+
+
+class BudgetAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """Change the bytes of expert slots a rank may use. A lower budget evicts the least useful
+    replicas first."""
+
+    request_id: int
+    rank: int
+    budget_bytes: int
+
+
+class PlanAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """Compute a plan to look at; nothing moves."""
+
+    request_id: int
+    policy: str = ""
+    max_moves: int = -1
+    """-1 = the configured limit."""
+
+
+class ApplyAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """Run a computed plan, if nothing it touches has changed."""
+
+    request_id: int
+    plan_id: str
+
+
+AnyEvent = (
+    RankJoined
+    | RankSuspected
+    | RankCleared
+    | RankLost
+    | RouterJoined
+    | RouterLeft
+    | TableApplied
+    | TableQuiesced
+    | WindowClosed
+    | TargetComputed
+    | TargetFailed
+    | SlotReserved
+    | ExpertCopied
+    | ExpertVerified
+    | AddAborted
+    | SlotReleased
+    | StepFailed
+    | BudgetApplied
+    | TimerFired
+    | PauseAsked
+    | ResumeAsked
+    | DrainAsked
+    | UndrainAsked
+    | BudgetAsked
+    | PlanAsked
+    | ApplyAsked
+)

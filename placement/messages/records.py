@@ -1,0 +1,29 @@
+"""Why: the record every decision leaves, whether something moved or not. Read by page, CLI, metrics
+and log."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One decision.
+
+    rule: name of the rule that spoke, e.g. in_balance | regret_below_cost | regret_reached |
+    cooldown | paused | repair | budget | drain | asked | target_stale | target_failed |
+    step_aborted | plan_done | realised_gain | rank_lost | router_left | drain_wait_over |
+    plan_started | budget_refused. outcome: kept | started | done | aborted | refused | noted.
+    numbers: what the rule saw, by name (units last in each name).
+    """
+
+    at_s: float
+    seq: int
+    rule: str
+    outcome: str
+    detail: str = ""
+    plan_id: str = ""
+    move_id: int = -1
+    numbers: dict[str, float] = {}
+    expected_gain_s_per_s: float = 0.0
+    realised_gain_s_per_s: float = 0.0
+    copy_bytes: int = 0

@@ -1,0 +1,30 @@
+"""Diff of two layouts -> moves -> steps -> waves, in an order proved feasible, and the price of it.
+
+Responsible for plans as data and for the gate that says whether one pays. Must never decide where
+an expert should lie (policies do) and never run a step (the engine does).
+"""
+
+from placement.planner.compose import ALL_AT_ONCE, PlannerError, WaveConfig, make_plan
+from placement.planner.fit import fit, missing_slots, reachable_floor
+from placement.planner.gate import accumulate, plan_pays, regret_reached
+from placement.planner.plan import Move, MoveKind, Plan, PlannedStep, StepKind
+from placement.planner.prove import prove
+
+__all__ = [
+    "ALL_AT_ONCE",
+    "Move",
+    "MoveKind",
+    "Plan",
+    "PlannedStep",
+    "PlannerError",
+    "StepKind",
+    "WaveConfig",
+    "accumulate",
+    "fit",
+    "make_plan",
+    "missing_slots",
+    "plan_pays",
+    "prove",
+    "reachable_floor",
+    "regret_reached",
+]

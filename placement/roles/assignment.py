@@ -1,0 +1,168 @@
+"""Which rank gets which rows and pairs of a batch: the split of one table, grouped by rank.
+
+Worked example. Two rows, k = 2, ids [[0, 1], [0, 2]]; expert 0 on ranks 0 and 1, expert 1 on rank
+0, expert 2 on rank 1. Row 0 goes to rank 0 whole and row 1 to rank 1 whole: two parts, each with
+one row and two pairs. A row travels once a rank.
+
+Responsible for turning a routing table into split indices and a split into parts. Must never decide
+what is retried. Called by `placement.roles.router`; `PlanJob.run` is safe in another thread, it
+touches nothing shared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from placement.roles.kernels import group_by_rank
+from placement.routing import RoutingTable
+from placement.split import (
+    CompiledLayer,
+    assign_pairs,
+    compile_layer,
+    count_ids,
+    split_activated,
+    split_counts,
+)
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
+
+COMPILED_MAX = 512
+"""Layer indices kept a table: layers x the few sets of avoided ranks in use. The oldest goes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What one rank gets: R rows, P pairs, in order of (row, k).
+
+    row_id: int32 [R], row of the request, ascending. pair_row: int32 [P] indexes `row_id`. pair_k,
+    pair_expert, pair_slot int32 [P]; pair_tag int64 [P].
+    """
+
+    rank: int
+    row_id: Int32s
+    pair_row: Int32s
+    pair_k: Int32s
+    pair_expert: Int32s
+    pair_slot: Int32s
+    pair_tag: Int64s
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs the rank computes."""
+        return int(self.pair_row.shape[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerReplicas:
+    """Replicas of one layer that may be used, indexed for splitting; slot and tag by replica of
+    `compiled`.
+    """
+
+    compiled: CompiledLayer
+    slot: Int32s
+    tag: Int64s
+
+
+class TableIndex:
+    """Split indices of one routing table, each made when first asked for."""
+
+    def __init__(self, table: RoutingTable) -> None:
+        self.table = table
+        listed = [entry.rank for entry in table.ranks]
+        self.num_ranks = max(listed, default=0) + 1
+        self.incarnation = {entry.rank: entry.incarnation for entry in table.ranks}
+        self.node = {entry.rank: entry.node for entry in table.ranks}
+        self._layers: dict[tuple[int, frozenset[int]], LayerReplicas] = {}
+
+    def layer(self, layer: int, avoid: frozenset[int] = frozenset()) -> LayerReplicas:
+        """Replicas of a layer, without those on avoided ranks unless an expert has no other."""
+        found = self._layers.get((layer, avoid))
+        if found is None:
+            found = self._compile(layer, avoid)
+            if len(self._layers) >= COMPILED_MAX:
+                del self._layers[next(iter(self._layers))]
+            self._layers[layer, avoid] = found
+        return found
+
+    def missing(self, layer: int, experts: Int64s) -> list[int]:
+        """Those of `experts` that have no listed replica in the layer."""
+        base = layer * self.table.num_experts
+        ptr = self.table.replica_ptr
+        empty = ptr[base + experts + 1] == ptr[base + experts]
+        return [int(expert) for expert in experts[empty]]
+
+    def _compile(self, layer: int, avoid: frozenset[int]) -> LayerReplicas:
+        table = self.table
+        base = layer * table.num_experts
+        ptr = table.replica_ptr[base : base + table.num_experts + 1].astype(np.int64)
+        low, high = int(ptr[0]), int(ptr[-1])
+        expert = np.repeat(np.arange(table.num_experts, dtype=np.int64), np.diff(ptr))
+        rank = table.replica_rank[low:high].astype(np.int64)
+        if avoid:
+            good = ~np.isin(rank, np.fromiter(avoid, np.int64, len(avoid)))
+            has_good = np.bincount(expert[good], minlength=table.num_experts) > 0
+            # -1 is an empty slot to the splitter.
+            expert = np.where(good | ~has_good[expert], expert, -1)
+        compiled = compile_layer(expert, rank, table.num_experts, self.num_ranks)
+        at = low + compiled.replica_slot
+        return LayerReplicas(compiled, table.replica_slot[at], table.replica_tag[at])
+
+
+def assign(
+    replicas: LayerReplicas,
+    ids: Int32s,
+    valid: Bytes,
+    row_id: Int32s,
+    backlog: Int64s,
+    tie_offset: int,
+    memory_bound_pairs: int = 0,
+) -> tuple[Part, ...]:
+    """Split rows over ranks -> one part for each rank that gets pairs, by rank.
+
+    ids: int32 [n, k]. valid: uint8 [n, k]. row_id: int32 [n], number of each row in its request.
+    backlog: int64 [ranks] in pairs. A batch with at most `memory_bound_pairs` pairs an active
+    expert levels activated experts, larger ones level tokens.
+
+    Raises SplitError where an expert with valid pairs has no replica.
+    """
+    compiled = replicas.compiled
+    counts = count_ids(ids, valid, compiled.num_experts)
+    active = max(1, int(np.count_nonzero(counts)))
+    mean_pairs = int(counts.sum()) / active
+    if mean_pairs <= memory_bound_pairs:
+        queued = (backlog / max(1.0, mean_pairs)).astype(np.int64)
+        quotas = split_activated(compiled, counts, queued, tie_offset)
+    else:
+        quotas = split_counts(compiled, counts, backlog, tie_offset)
+    chosen = assign_pairs(compiled, ids, valid, quotas, tie_offset)
+    pair_ptr, row_ptr, pair_flat, pair_row, rows = group_by_rank(
+        chosen, compiled.replica_rank, compiled.num_ranks
+    )
+    width = ids.shape[1]
+    flat_ids = ids.reshape(-1)
+    flat_chosen = chosen.reshape(-1)
+    parts = []
+    for rank in range(compiled.num_ranks):
+        low, high = int(pair_ptr[rank]), int(pair_ptr[rank + 1])
+        if low == high:
+            continue
+        flat = pair_flat[low:high]
+        replica = flat_chosen[flat]
+        parts.append(
+            Part(
+                rank=rank,
+                row_id=row_id[rows[int(row_ptr[rank]) : int(row_ptr[rank + 1])]],
+                pair_row=pair_row[low:high],
+                pair_k=(flat % width).astype(np.int32),
+                pair_expert=flat_ids[flat],
+                pair_slot=replicas.slot[replica],
+                pair_tag=replicas.tag[replica],
+            )
+        )
+    return tuple(parts)

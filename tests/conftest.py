@@ -1,0 +1,59 @@
+"""What all tests share: Hypothesis profiles, markers by folder, the one seed option."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+TESTS = Path(__file__).resolve().parent
+
+# Folders whose tests start processes or sockets carry a marker without having to write it.
+MARKER_BY_FOLDER = {
+    "integration": "integration",
+    "chaos": "chaos",
+    "gpu": "gpu",
+    "loopback": "loopback",
+    "browser": "browser",
+}
+LONG_TIMEOUT_S = 300
+LONG_FOLDERS = frozenset({"integration", "chaos", "browser"})
+
+# `ci` finds the same examples every time, so a red run means a change; `explore` draws new ones.
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("moe_serve")
+    group.addoption("--seed", type=int, default=1, help="first seed of the simulated worlds")
+    group.addoption("--explore", action="store_true", help="Hypothesis draws new examples")
+    group.addoption("--rewrite", action="store_true", help="write golden transcripts anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("explore" if config.getoption("--explore") else "ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0] if TESTS in item.path.parents else ""
+        if folder in MARKER_BY_FOLDER:
+            item.add_marker(MARKER_BY_FOLDER[folder])
+        if folder in LONG_FOLDERS and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
+
+
+@pytest.fixture(scope="session")
+def first_seed(request: pytest.FixtureRequest) -> int:
+    """First seed of the simulated worlds: `make sim SEED=n`."""
+    return int(request.config.getoption("--seed"))
+
+
+@pytest.fixture(scope="session")
+def rewrite(request: pytest.FixtureRequest) -> bool:
+    """Whether golden transcripts are to be written anew instead of compared."""
+    return bool(request.config.getoption("--rewrite"))

@@ -1,0 +1,210 @@
+"""A controller that answers the command line from memory, as scripted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from moe_serve.cli.admin import AdminTarget
+from moe_serve.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from moe_serve.rpc import placement_pb2 as pb
+
+MIB = 1 << 20
+
+
+def make_move(
+    move_id: int,
+    kind: pb.MoveKind.ValueType,
+    *,
+    plan_id: str = "",
+    state: pb.MoveState.ValueType = pb.MOVE_STATE_PLANNED,
+    source_rank: int = 0,
+    target_rank: int = 1,
+    copy_bytes: int = 3 * MIB,
+    cross_node: bool = False,
+    reason: str = "",
+    gain_s_per_s: float = 0.0,
+) -> pb.Move:
+    return pb.Move(
+        move_id=move_id,
+        plan_id=plan_id,
+        kind=kind,
+        layer=move_id,
+        expert=10 + move_id,
+        source_rank=source_rank,
+        target_rank=target_rank,
+        copy_bytes=copy_bytes,
+        cross_node=cross_node,
+        reason=reason,
+        gain_s_per_s=gain_s_per_s,
+        state=state,
+    )
+
+
+def make_placement(**fields: object) -> pb.GetPlacementResponse:
+    ranks = [
+        pb.Rank(
+            rank=rank,
+            node=f"node-{'ab'[rank]}",
+            state="up",
+            num_slots=3,
+            budget_bytes=9 * MIB,
+            resident_bytes=6 * MIB,
+            backlog_s=0.0004 * rank,
+            pid=100 + rank,
+            profile="declared-cpu",
+            slots=[
+                pb.Slot(index=0, layer=0, expert=rank, tag=1, state="LISTED"),
+                pb.Slot(index=1, layer=1, expert=rank, tag=2, state="LISTED"),
+                pb.Slot(index=2, layer=-1, expert=-1, tag=-1),
+            ],
+        )
+        for rank in range(2)
+    ]
+    router = pb.Router(
+        router="router-0",
+        address="127.0.0.1:4711",
+        state="up",
+        applied_epoch=7,
+        quiesced_epoch=6,
+        pid=200,
+        counters={"requests": 1234.0, "failed": 0.0},
+        quantiles={"dispatch_p50_s": 0.0021, "dispatch_p99_s": 0.0125},
+    )
+    placement = pb.GetPlacementResponse(
+        service_id="tiny",
+        model="tiny-moe",
+        weights_version="v1",
+        num_layers=2,
+        num_experts=2,
+        top_k=1,
+        slot_bytes=3 * MIB,
+        term=2,
+        epoch=7,
+        epochs_published=5,
+        state="steady",
+        policy="incremental",
+        network="loopback",
+        uptime_s=75.0,
+        moves_done={"replicate": 3, "migrate": 1},
+        ranks=ranks,
+        routers=[router],
+    )
+    placement.MergeFrom(pb.GetPlacementResponse(**fields))
+    return placement
+
+
+def make_load() -> pb.GetLoadResponse:
+    return pb.GetLoadResponse(
+        window=12,
+        start_s=24.0,
+        end_s=26.0,
+        age_s=0.5,
+        balancedness=0.8,
+        imbalance=0.25,
+        layer_imbalance=[0.1, 0.4],
+        demand=b"\1" + b"\0" * 15,
+    )
+
+
+def make_plan() -> pb.PlanView:
+    return pb.PlanView(
+        plan_id="2-4",
+        moves=[
+            make_move(
+                0,
+                pb.MOVE_KIND_REPLICATE,
+                cross_node=True,
+                reason="3.1 x fair share on rank 0",
+                gain_s_per_s=0.0123,
+            ),
+            make_move(1, pb.MOVE_KIND_MIGRATE, source_rank=1, target_rank=0, reason="frees rank 1"),
+            make_move(2, pb.MOVE_KIND_EVICT, copy_bytes=0, reason="[idle] for 6 windows"),
+        ],
+        copy_bytes=6 * MIB,
+        cross_node_bytes=3 * MIB,
+        cost_s=0.05,
+        gain_s_per_s=0.0123,
+        balancedness_before=0.5,
+        balancedness_after=0.8,
+    )
+
+
+def make_record(seq: int, rule: str = "plan_done", **fields: object) -> pb.DecisionRecord:
+    return pb.DecisionRecord(
+        at_s=1.0 * seq, seq=seq, rule=rule, outcome="done", wall_time_s=1_800_000_000.0, **fields
+    )
+
+
+@dataclass
+class FakeAdmin:
+    """`moe_serve.cli.admin.Admin` in memory. `asked` lists what was asked for, in order."""
+
+    placements: list[pb.GetPlacementResponse] = field(default_factory=lambda: [make_placement()])
+    window: pb.GetLoadResponse | None = field(default_factory=make_load)
+    plan: pb.PlanView = field(default_factory=make_plan)
+    records: list[pb.DecisionRecord] = field(default_factory=list)
+    step_pages: list[list[pb.Step]] = field(default_factory=list)
+    asked: list[tuple[object, ...]] = field(default_factory=list)
+    targets: list[AdminTarget] = field(default_factory=list)
+    closed: bool = False
+
+    def __call__(self, target: AdminTarget) -> FakeAdmin:
+        self.targets.append(target)
+        return self
+
+    def placement(self) -> pb.GetPlacementResponse:
+        return self.placements.pop(0) if len(self.placements) > 1 else self.placements[0]
+
+    def watch_placement(self) -> Iterator[pb.GetPlacementResponse]:
+        yield from self.placements
+
+    def load(self) -> pb.GetLoadResponse:
+        if self.window is None:
+            raise Unavailable("no load window has closed yet")
+        return self.window
+
+    def compute_plan(self, policy: str, max_moves: int) -> pb.PlanView:
+        self.asked.append(("compute_plan", policy, max_moves))
+        if policy == "nonsense":
+            raise InvalidArgument("policy 'nonsense' is not one of eplb, incremental, static")
+        return self.plan
+
+    def apply_plan(self, plan_id: str, validate_only: bool) -> str:
+        self.asked.append(("apply_plan", plan_id, validate_only))
+        if plan_id != self.plan.plan_id:
+            raise NotFound(f"plan {plan_id} is not known; run `moe-serve plan`")
+        return ""
+
+    def steps(self) -> Iterator[pb.Step]:
+        return iter(self.step_pages.pop(0) if self.step_pages else [])
+
+    def events(self, after_seq: int, follow: bool) -> Iterator[pb.DecisionRecord]:
+        self.asked.append(("events", after_seq, follow))
+        yield from (record for record in self.records if record.seq > after_seq)
+
+    def pause(self, reason: str) -> None:
+        self.asked.append(("pause", reason))
+
+    def resume(self) -> None:
+        self.asked.append(("resume",))
+
+    def drain(self, rank: int) -> pb.DrainRankResponse:
+        self.asked.append(("drain", rank))
+        if rank >= len(self.placements[0].ranks):
+            raise InvalidArgument(f"rank {rank} does not exist; ranks are 0 to 1")
+        if rank == 1:
+            raise FailedPrecondition("rank 1 cannot be drained: 4 slots short on the others")
+        return pb.DrainRankResponse(plan_id="2-5", message="rank 0: 2 replicas will move")
+
+    def undrain(self, rank: int) -> None:
+        self.asked.append(("undrain", rank))
+
+    def set_budget(self, rank: int, budget_bytes: int) -> pb.SetBudgetResponse:
+        self.asked.append(("set_budget", rank, budget_bytes))
+        return pb.SetBudgetResponse(
+            plan_id="2-6", message="1 replica is evicted", num_slots=budget_bytes // (3 * MIB)
+        )
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,145 @@
+"""The command line against a real admin port on loopback."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+from moe_serve.cli.admin import AdminTarget, GrpcAdmin
+from moe_serve.cli.app import app
+from moe_serve.cli.exits import CannotReach
+from moe_serve.errors import MoeServeError, PermissionDenied, Unavailable
+from moe_serve.rpc import placement_pb2 as pb
+from moe_serve.rpc.status import abort
+from tests.fakes.placement_service import FakePlacementService, serve
+
+
+class Recorder(FakePlacementService):
+    """Ends a stream of records where the caller wants no more, as a controller does."""
+
+    async def GetLoad(self, request: Any, context: Any) -> pb.GetLoadResponse:
+        if self.load is None:
+            await abort(context, Unavailable("no load window has closed yet"))
+        return await super().GetLoad(request, context)
+
+    async def WatchEvents(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[pb.WatchEventsResponse]:
+        assert request.no_follow
+        for record in self.records:
+            yield pb.WatchEventsResponse(record=record)
+
+
+@dataclass
+class Running:
+    address: str
+    service: FakePlacementService
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    """A fake controller in a loop and thread of its own: the command line blocks."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def start() -> tuple[FakePlacementService, grpc.aio.Server, str]:
+        service = Recorder()
+        service.close_window()
+        server, address = await serve(service)
+        return service, server, address
+
+    service, server, address = asyncio.run_coroutine_threadsafe(start(), loop).result(20)
+    yield Running(address, service)
+    asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(20)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(20)
+    loop.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_service_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("MOE_SERVE_ADDRESS", raising=False)
+
+
+def _run(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args), catch_exceptions=False)
+
+
+def test_status_of_a_running_service(running: Running) -> None:
+    result = _run("status", "--check", "--address", running.address)
+    assert result.exit_code == 0, result.stderr
+    assert "model tiny-moe" in result.stdout
+    assert "State steady" in result.stdout
+    shown = json.loads(_run("status", "--address", running.address, "-o", "json").stdout)
+    assert len(shown["ranks"]) == running.service.script.ranks
+    assert 0 < shown["load"]["balancedness"] <= 1
+
+
+def test_the_address_comes_from_the_environment(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_SERVE_ADDRESS", running.address)
+    assert _run("status").exit_code == 0
+
+
+def test_events_end_where_nothing_is_followed(running: Running) -> None:
+    running.service.record("in_balance", "kept", "nothing to do")
+    result = _run("events", "--address", running.address)
+    assert result.exit_code == 0, result.stderr
+    assert "in_balance" in result.stdout
+
+
+def test_placement_is_watched(running: Running) -> None:
+    admin = GrpcAdmin(AdminTarget(running.address))
+    seen = admin.watch_placement()
+    assert next(seen).model == "tiny-moe"
+    seen.close()  # type: ignore[attr-defined]  # a generator, which ends the stream
+    admin.close()
+
+
+def test_a_controller_that_is_away_is_exit_3(running: Running) -> None:
+    running.service.refuse = grpc.StatusCode.UNAVAILABLE
+    result = _run("status", "--address", running.address)
+    assert result.exit_code == 3
+    assert f"the controller at {running.address} does not answer" in result.stderr
+
+
+def test_a_token_without_the_right_is_exit_1(running: Running) -> None:
+    running.service.refuse = grpc.StatusCode.PERMISSION_DENIED
+    assert _run("status", "--address", running.address).exit_code == 1
+    admin = GrpcAdmin(AdminTarget(running.address))
+    with pytest.raises(PermissionDenied):
+        admin.placement()
+    admin.close()
+
+
+def test_a_method_the_server_has_not_is_a_typed_error(running: Running) -> None:
+    admin = GrpcAdmin(AdminTarget(running.address))
+    with pytest.raises(MoeServeError, match="UNIMPLEMENTED"):
+        admin.compute_plan("", 0)
+    admin.close()
+
+
+def test_a_service_that_has_no_window_yet_is_reached(running: Running) -> None:
+    running.service.load = None
+    result = _run("status", "--address", running.address)
+    assert result.exit_code == 0, result.stderr
+    assert "no closed window yet" in result.stdout
+
+
+def test_nobody_listens() -> None:
+    admin = GrpcAdmin(AdminTarget("127.0.0.1:9"))
+    with pytest.raises(CannotReach, match="GetPlacement"):
+        admin.placement()
+    with pytest.raises(CannotReach, match="WatchPlacement"):
+        next(admin.watch_placement())
+    admin.close()

@@ -1,0 +1,208 @@
+"""`moe-serve replay` on traces and on journals, as files."""
+
+import json
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from moe_serve.cli.app import app
+from moe_serve.cli.recordings import is_journal, read_segments
+from moe_serve.cli.rehearsal import check_segments
+from moe_serve.cli.views.replay import HEADERS
+from moe_serve.controller.journal_store import INPUTS_FILE, InputsStore
+from moe_serve.errors import InvalidArgument
+from placement.messages.codec import encode
+from placement.sim.log import Stepped
+from placement.sim.runner import small_world
+
+Rows = list[tuple[int, str, float, bytes]]
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-moe.yaml"
+
+
+def _run(*args: object) -> Result:
+    return CliRunner().invoke(app, ["replay", *map(str, args)], catch_exceptions=False)
+
+
+def _trace(folder: Path, tokens: int = 600, layers: int = 2, experts: int = 8) -> Path:
+    """Half-way the hot experts change."""
+    rng = np.random.default_rng(1)
+    weights = 1.0 / np.arange(1, experts + 1)
+    weights /= weights.sum()
+    ids = rng.choice(experts, size=(tokens, layers, 1), p=weights)
+    ids[tokens // 2 :] = experts - 1 - ids[tokens // 2 :]
+    ids = np.concatenate([ids, (ids + 1) % experts], axis=2).astype(np.uint8)
+    file = folder / "trace.npz"
+    np.savez(file, topk_ids=ids)
+    return file
+
+
+# -- traces --------------------------------------------------------------------------------------
+
+
+def test_a_trace_gives_a_line_a_window(tmp_path: Path) -> None:
+    result = _run(_trace(tmp_path), "--window-tokens", 100)
+    assert result.exit_code == 0
+    header, *windows = result.stdout.splitlines()
+    assert header.split() == list(HEADERS)
+    assert [line.split()[0] for line in windows[:6]] == list("012345")
+    assert windows[6].startswith("Balancedness over all windows: static 0.")
+    assert "simulated" in result.stderr
+    assert "4 ranks of 6 slots (1 staging)" in result.stderr
+
+
+def test_policies_can_be_compared(tmp_path: Path) -> None:
+    file = _trace(tmp_path, tokens=6000)
+    served = {}
+    for policy in ("static", "eplb", "incremental"):
+        result = _run(file, "--window-tokens", 1000, "-p", policy, "-o", "json")
+        served[policy] = json.loads(result.stdout)["figures"]
+    assert served["static"]["slot_writes"] == 0
+    assert served["eplb"]["served"] > served["static"]["served"]
+    assert served["incremental"]["served"] > served["static"]["served"]
+    assert served["incremental"]["slot_writes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("-p", "nonsense"), "policy 'nonsense' is not one of eplb, incremental, static"),
+        (("--experts", 4), "--experts 4: the trace has expert 7"),
+        (("--slots", 3), "slots short of one replica of 16 experts"),
+        (("--window-tokens", 4096), "600 tokens are less than one window"),
+        (("-f", EXAMPLE), "model tiny-moe has 4 layers of 32 experts"),
+    ],
+)
+def test_what_cannot_be_replayed_is_a_usage_error(
+    tmp_path: Path, args: tuple[object, ...], said: str
+) -> None:
+    result = _run(_trace(tmp_path), *args)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_a_trace_on_the_fleet_of_a_service_file(tmp_path: Path) -> None:
+    file = _trace(tmp_path, layers=4, experts=32)
+    result = _run(file, "-f", EXAMPLE, "--window-tokens", 200)
+    assert result.exit_code == 0
+    assert "4 ranks of 41 slots (1 staging) | experts of 96.0 KiB" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["absent.npz", "text.npz", "other.npz", "flat.npz"])
+def test_a_file_that_is_no_trace_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "text.npz").write_text("no zip", encoding="utf-8")
+    np.savez(tmp_path / "other.npz", ids=np.zeros(3))
+    np.savez(tmp_path / "flat.npz", topk_ids=np.zeros((3, 2)))
+    result = _run(tmp_path / name)
+    assert result.exit_code == 2
+    assert name in result.stderr
+
+
+# -- journals ------------------------------------------------------------------------------------
+
+
+@cache
+def _rows(seed: int = 4) -> Rows:
+    """Inputs log of a simulated run, in three segments."""
+    world = small_world(seed, windows=8)
+    cuts = [(world.engine.snapshot(), 0)]
+    for end_s in (3.0, 7.5, 20.0):
+        world.clock.run_until(end_s)
+        cuts.append((world.engine.snapshot(), len(world.log)))
+    rows: Rows = []
+    for number, ((snapshot, start), (_, end)) in enumerate(pairwise(cuts), 1):
+        rows.append((number, "snapshot", 0.0, encode(snapshot)))
+        rows += [
+            (number, "event", 0.0, encode(entry.event))
+            for entry in world.log[start:end]
+            if isinstance(entry, Stepped)
+        ]
+    return rows
+
+
+def _journal(folder: Path, rows: Rows) -> Path:
+    store = InputsStore(folder)
+    store.append(rows)
+    store.close()
+    return folder
+
+
+def test_a_journal_is_stepped_and_scored(tmp_path: Path) -> None:
+    result = _run(_journal(tmp_path, _rows()))
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:3] == ["SEGMENT", "EVENTS", "WINDOWS"]
+    assert [line.split()[3] for line in lines[1:3]] == ["yes", "yes"]
+    assert lines[3].split()[3:5] == ["nothing", "follows"]
+    assert [line.split()[-1] for line in lines[1:4]] == ["0", "0", "0"]
+    assert lines[5].split()[-1] == "MEASURED"
+    assert "Balancedness over all windows" in result.stdout
+
+
+def test_a_journal_as_json_and_by_its_file(tmp_path: Path) -> None:
+    _journal(tmp_path, _rows())
+    shown = json.loads(_run(tmp_path / INPUTS_FILE, "-p", "static", "-o", "json").stdout)
+    assert [one["reaches_next"] for one in shown["segments"]] == [True, True, None]
+    assert shown["figures"]["slot_writes"] == 0
+    assert len(shown["measured"]) == len(shown["figures"]["windows"])
+
+
+def test_a_journal_that_today_s_engine_does_not_follow_fails(tmp_path: Path) -> None:
+    rows = _rows()
+    window = next(
+        at for at, row in enumerate(rows) if row[0] == 1 and b"WindowClosed" in row[3][:64]
+    )
+    result = _run(_journal(tmp_path, rows[:window] + rows[window + 1 :]))
+    assert result.exit_code == 1
+    assert "NO: today's engine differs" in result.stdout
+
+
+def test_a_restart_is_not_a_difference(tmp_path: Path) -> None:
+    rows = _rows()
+    segments = read_segments(_journal(tmp_path, rows))
+    state = msgspec.structs.replace(segments[1].snapshot.state, term=9, epoch=99)
+    later = msgspec.structs.replace(segments[1].snapshot, state=state)
+    changed = [
+        (number, kind, at_s, encode(later) if (number, kind) == (2, "snapshot") else body)
+        for number, kind, at_s, body in rows
+        if number < 3
+    ]
+    folder = tmp_path / "other"
+    folder.mkdir()
+    checks = check_segments(read_segments(_journal(folder, changed)))
+    assert [check.reaches_next for check in checks] == [None, None]
+
+
+def test_a_tail_without_its_snapshot_is_left_out(tmp_path: Path) -> None:
+    rows = [row for row in _rows() if row[:2] != (1, "snapshot")]
+    assert [one.number for one in read_segments(_journal(tmp_path, rows))] == [2, 3]
+
+
+def test_an_empty_journal_says_so(tmp_path: Path) -> None:
+    result = _run(_journal(tmp_path, []))
+    assert result.exit_code == 2
+    assert "no whole segment" in result.stderr
+
+
+def test_a_journal_of_another_version_says_so(tmp_path: Path) -> None:
+    result = _run(_journal(tmp_path, [(1, "snapshot", 0.0, b"\x80")]))
+    assert result.exit_code == 2
+    assert "the version that wrote it" in result.stderr
+
+
+def test_another_database_is_no_journal(tmp_path: Path) -> None:
+    (tmp_path / INPUTS_FILE).write_bytes(b"SQLite format 3\0" + b"\0" * 200)
+    assert is_journal(tmp_path)
+    with pytest.raises(InvalidArgument, match="not an inputs log"):
+        read_segments(tmp_path)
+
+
+def test_reading_leaves_a_journal_as_it_is(tmp_path: Path) -> None:
+    _journal(tmp_path, _rows())
+    before = (tmp_path / INPUTS_FILE).read_bytes()
+    _run(tmp_path)
+    assert (tmp_path / INPUTS_FILE).read_bytes() == before

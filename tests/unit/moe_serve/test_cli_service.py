@@ -1,0 +1,227 @@
+"""validate, up --size, up --dry-run, down: what needs no cluster."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from moe_serve import __version__
+from moe_serve.bootstrap.preflight import NodeCheck, NodeFacts
+from moe_serve.bootstrap.record import ServiceRecord, read_record, write_record
+from moe_serve.cli.app import app
+from moe_serve.cli.output import Output
+from moe_serve.cli.service_file import read_service_file
+from moe_serve.cli.views.deployment import nodes_parts, nodes_plain, record_parts
+from moe_serve.config import ConfigInvalid
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-moe.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _no_service_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def _run(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args), catch_exceptions=False)
+
+
+def _edited(folder: Path, *pairs: tuple[str, str]) -> Path:
+    text = EXAMPLE.read_text(encoding="utf-8")
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    file = folder / "service.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def _line(file: Path, text: str) -> int:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    (number,) = [at for at, line in enumerate(lines, 1) if line.strip(" -").startswith(text)]
+    return number
+
+
+# -- validate ------------------------------------------------------------------------------------
+
+
+def test_validate_accepts_the_example() -> None:
+    result = _run("validate", "-f", str(EXAMPLE))
+    assert result.exit_code == 0
+    assert "valid; service tiny-moe, model tiny-moe, 4 ranks, 2 routers" in result.stdout
+
+
+def test_validate_prints_every_fault_with_its_place(tmp_path: Path) -> None:
+    file = _edited(
+        tmp_path, ("window_s: 2.0", "window_s: -2"), ("backend: numpy", "backend: numpi")
+    )
+    result = _run("validate", "-f", str(file))
+    assert result.exit_code == 2
+    first, second = result.stdout.splitlines()
+    assert first.startswith(f"{file}:{_line(file, 'backend')}:7: fleet.ranks.0.backend: ")
+    assert first.endswith("did you mean numpy?")
+    assert f"{file}:{_line(file, 'window_s')}:3: rebalance.window_s: " in second
+    assert "(got -2)" in second
+
+
+def test_validate_as_json(tmp_path: Path) -> None:
+    file = _edited(tmp_path, ("window_s: 2.0", "window_s: -2"))
+    result = _run("validate", "-f", str(file), "-o", "json")
+    shown = json.loads(result.stdout)
+    assert (result.exit_code, shown["valid"]) == (2, False)
+    assert shown["faults"][0]["field"] == "rebalance.window_s"
+    assert shown["faults"][0]["line"] == _line(file, "window_s")
+
+
+def test_validate_of_a_file_that_is_not_there(tmp_path: Path) -> None:
+    result = _run("validate", "-f", str(tmp_path / "absent.yaml"))
+    assert result.exit_code == 2
+    assert "cannot be read" in result.stdout
+
+
+def test_validate_shows_what_is_in_force() -> None:
+    result = _run("validate", "-f", str(EXAMPLE), "--show-effective")
+    assert '"drain_wait_s": 5.0' in result.stdout
+
+
+# -- up ------------------------------------------------------------------------------------------
+
+
+def test_size_prints_bytes_slots_spare_and_floor() -> None:
+    lines = _run("up", "-f", str(EXAMPLE), "--size").stdout.splitlines()
+    assert lines == [
+        "Expert   96.0 KiB canonical, 96.0 KiB a slot with what the backend derives",
+        "Experts  128 over all layers",
+        "RANKS  SLOTS  STAGING   BUDGET",
+        "    4     41        1  3.8 MiB",
+        "Slots    164 in all, staging included",
+        "Spare    32 slots for replicas beyond the first",
+        "Floor    1 replicas of every expert: reachable by count",
+    ]
+
+
+def test_size_of_a_fleet_that_is_too_small_fails(tmp_path: Path) -> None:
+    file = _edited(tmp_path, ("slots: 41", "slots: 20"))
+    result = _run("up", "-f", str(file), "--size")
+    assert result.exit_code == 1
+    assert "DOES NOT FIT: 52 slots (4.9 MiB) short" in result.stdout
+
+
+def test_size_says_how_far_the_floor_is(tmp_path: Path) -> None:
+    file = _edited(tmp_path, ("window_s: 2.0", "window_s: 2.0\n  floor: 2"))
+    result = _run("up", "-f", str(file), "--size", "-o", "json")
+    shown = json.loads(result.stdout)
+    assert (result.exit_code, shown["fits"], shown["floor"]) == (0, True, 2)
+    assert shown["floor_slots_missing"] == 2 * 128 - 4 * 40
+
+
+def test_dry_run_starts_nothing(tmp_path: Path) -> None:
+    result = _run("up", "-f", str(EXAMPLE), "--dry-run")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == (
+        "Would start service tiny-moe: a controller, 2 routers, 4 shards, a page; network "
+        "loopback; on a Ray cluster started here"
+    )
+    assert not (tmp_path / "state").exists()
+
+
+def test_dry_run_refuses_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    file = _edited(tmp_path, ("package:tiny_moe", "/no/such/folder"))
+    result = _run("up", "-f", str(file), "--dry-run")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: checkpoint '/no/such/folder' is not a folder on this machine\n"
+    )
+
+
+def test_up_with_a_wrong_file_is_exit_2(tmp_path: Path) -> None:
+    file = _edited(tmp_path, ("service: tiny-moe", "servise: tiny-moe"))
+    result = _run("up", "-f", str(file))
+    assert result.exit_code == 2
+    assert "did you mean service?" in result.stderr
+
+
+def test_insecure_cluster_must_be_accepted_in_so_many_words(tmp_path: Path) -> None:
+    file = _edited(tmp_path, ("network: loopback", "network: cluster"))
+    with pytest.raises(ConfigInvalid, match="--i-accept-insecure"):
+        read_service_file(file)
+    assert read_service_file(file, accept_insecure=True).security.accept_insecure
+    assert read_service_file(EXAMPLE, accept_insecure=True).security.accept_insecure
+
+
+def test_the_flag_accepts_no_other_fault(tmp_path: Path) -> None:
+    file = _edited(tmp_path, ("network: loopback", "network: cluster"), ("slots: 41", "slots: 0"))
+    with pytest.raises(ConfigInvalid) as found:
+        read_service_file(file, accept_insecure=True)
+    assert [fault.field for fault in found.value.faults] == ["fleet.ranks.0.slots"]
+    assert found.value.faults[0].line == _line(file, "slots")
+
+
+def _check(node: str, *problems: str) -> NodeCheck:
+    versions = {"moe-serve": "0.1.0", "ray": "2.60.0", "numba": "0.68.1", "pyzmq": "27.3.0"}
+    return NodeCheck(NodeFacts(node, "10.0.0.1", versions, "present", 1 << 30, 1 << 31), problems)
+
+
+def test_preflight_is_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    checks = [_check("node-a"), _check("node-b", "ray is absent, here it is 2.60.0")]
+    Output().data(nodes_plain(checks), nodes_parts(checks))
+    assert capsys.readouterr().out.splitlines() == [
+        "NODE    IP        MOE-SERVE  NUMBA   PYZMQ   RAY     CHECKPOINT   MEMORY     DISK  FIT",
+        "node-a  10.0.0.1  0.1.0      0.68.1  27.3.0  2.60.0  present     1.0 GiB  2.0 GiB  yes",
+        "node-b  10.0.0.1  0.1.0      0.68.1  27.3.0  2.60.0  present     1.0 GiB  2.0 GiB  no",
+        "  ! node-b: ray is absent, here it is 2.60.0",
+    ]
+
+
+def test_a_service_that_is_up_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().data({}, record_parts(_record("tiny")))
+    out = capsys.readouterr().out
+    assert "admin    127.0.0.1:4000" in out
+    assert "(started here)" in out
+
+
+# -- down ----------------------------------------------------------------------------------------
+
+
+def _record(service: str) -> ServiceRecord:
+    return ServiceRecord(
+        service=service,
+        ray_address="127.0.0.1:6379",
+        namespace="moe_serve",
+        admin_address="127.0.0.1:4000",
+        router_addresses=("127.0.0.1:4001",),
+        dashboard_url="",
+        config_file="",
+        network="loopback",
+        ray_pids=(1,),
+    )
+
+
+def test_down_without_a_service_says_so() -> None:
+    result = _run("down", "-y")
+    assert result.exit_code == 1
+    assert "no single service record" in result.stderr
+
+
+def test_down_asks_first() -> None:
+    write_record(_record("tiny"))
+    result = CliRunner().invoke(app, ["down"], input="n\n")
+    assert result.exit_code == 1
+    assert "End service tiny?" in result.stderr
+    assert read_record("tiny") == _record("tiny")
+
+
+# -- the program ---------------------------------------------------------------------------------
+
+
+def test_version() -> None:
+    assert _run("--version").stdout == f"moe-serve {__version__}\n"
+
+
+def test_help_names_every_command() -> None:
+    result = _run("--help")
+    named = "demo validate up down status plan apply pause resume drain undrain budget events"
+    for command in [*named.split(), "replay", "doctor"]:
+        assert f" {command} " in result.stdout

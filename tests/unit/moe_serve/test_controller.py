@@ -1,0 +1,555 @@
+"""The controller over a fleet in memory: no Ray, no sockets, a journal in a temporary folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from moe_serve.controller.service import ControllerService
+from moe_serve.controller.settings import (
+    ControllerSettings,
+    ExpectedRank,
+    JournalLimits,
+    SupervisionLimits,
+)
+from moe_serve.errors import MoeServeError
+from moe_serve.ports import NodeInfo
+from placement.config import RebalanceConfig
+from placement.messages.effects import CopyExpert
+from placement.messages.events import BudgetAsked, DrainAsked, PauseAsked
+from tests.builders import PROFILE, make_spec
+from tests.fakes.fleet import FakeCluster, FakeFleet, FakeShardPort
+
+SLOTS = [4, 4, 4]
+WAIT_S = 8.0
+
+
+class Crash(BaseException):
+    """What a fail point does in these tests."""
+
+
+def crash() -> None:
+    raise Crash
+
+
+def make_settings(folder: Path, **fields: object) -> ControllerSettings:
+    spec = make_spec()
+    config = RebalanceConfig(
+        window_s=0.1,
+        windows_kept=2,
+        sub_windows=2,
+        cooldown_s=0.0,
+        drain_wait_s=0.4,
+        budget_drain_wait_s=0.2,
+        router_silence_s=0.3,
+        rank_silence_s=0.3,
+    )
+    ranks = tuple(
+        ExpectedRank(rank=r, profile=PROFILE.name, num_slots=n, budget_bytes=n * spec.slot_bytes)
+        for r, n in enumerate(SLOTS)
+    )
+    settings = ControllerSettings(
+        service_id="tiny",
+        spec=spec,
+        config=config,
+        ranks=ranks,
+        profiles=(PROFILE,),
+        state_dir=folder,
+        supervision=SupervisionLimits(
+            report_s=0.01,
+            probe_s=0.03,
+            call_timeout_s=0.1,
+            nodes_s=0.03,
+            create_attempt_pause_s=0.02,
+        ),
+    )
+    return replace(settings, **fields)  # type: ignore[arg-type]
+
+
+def make_cluster() -> FakeCluster:
+    return FakeCluster(
+        spec=make_spec(),
+        profile=PROFILE.name,
+        num_slots=list(SLOTS),
+        nodes=[NodeInfo(f"node{n}", True, {}) for n in range(3)],
+    )
+
+
+@dataclass
+class Rig:
+    """One controller and what it meets."""
+
+    service: ControllerService
+    cluster: FakeCluster
+
+    @property
+    def state(self):  # type: ignore[no-untyped-def]
+        return self.service.life.driver.engine.state
+
+    def listed(self, expert: int) -> set[int]:
+        table = self.service.life.publisher.newest
+        return set() if table is None else {r for r, _, _ in table.replicas(0, expert)}
+
+    async def ready(self) -> None:
+        await until(lambda: bool(self.service.describe()["ready"]))
+
+
+@asynccontextmanager
+async def controller(
+    settings: ControllerSettings, cluster: FakeCluster, owner: str = "here"
+) -> AsyncIterator[Rig]:
+    fatal: list[BaseException] = []
+    service = ControllerService(
+        settings,
+        FakeFleet(cluster),
+        owner=owner,
+        serve_admin=False,
+        crash=crash,
+        on_fatal=fatal.append,
+    )
+    await service.start()
+    try:
+        yield Rig(service, cluster)
+    finally:
+        await service.stop()
+    assert not [e for e in fatal if not isinstance(e, Crash)], fatal
+    assert not cluster.faults, cluster.faults
+
+
+async def until(condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
+    ends_s = asyncio.get_running_loop().time() + wait_s
+    while True:
+        try:
+            if condition():
+                return
+        except MoeServeError:
+            pass  # between two lives
+        assert asyncio.get_running_loop().time() < ends_s, "what was waited for did not come"
+        await asyncio.sleep(0.005)
+
+
+async def crashed(rig: Rig) -> None:
+    """Wait until a fail point ended the controller."""
+    keeper = rig.service._keeper
+    assert keeper is not None
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.wait({keeper})
+
+
+@pytest.mark.asyncio
+async def test_a_first_start_fills_ranks_and_publishes_one_table(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        assert rig.service.describe()["epoch"] == 1
+        assert all(rig.listed(expert) for expert in range(4))
+        router, shard = cluster.router(), cluster.shard(0)
+        assert router is not None
+        assert shard is not None
+        await until(lambda: shard.slots.highest_epoch == 1)
+        assert router.peers == (rig.service.describe()["router_addresses"][0],)
+
+
+@pytest.mark.asyncio
+async def test_a_hot_expert_gets_a_replica_that_is_listed(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
+        await until(lambda: len(rig.listed(0)) >= 2)
+        await until(lambda: rig.state.run is None)
+        done = [m for m in rig.service.book.moves if m.state == "done"]
+        assert done
+        assert all(m.reason and m.kind == "replicate" for m in done)
+
+
+@pytest.mark.asyncio
+async def test_a_lower_budget_evicts_and_is_applied(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        answer = await rig.service.life.driver.ask(
+            lambda n: BudgetAsked(at_s=0.0, request_id=n, rank=0, budget_bytes=1000)
+        )
+        assert answer.code == "ok"
+        shard = cluster.shard(0)
+        assert shard is not None
+        await until(lambda: shard.slots.ledger.num_slots == 1)
+        assert all(rig.listed(expert) for expert in range(4))
+        # One slot is the staging slot, so nothing may be left on the rank.
+        await until(lambda: all(0 not in rig.listed(expert) for expert in range(4)))
+
+
+@pytest.mark.asyncio
+async def test_a_draining_node_is_emptied_and_its_lost_rank_returns_elsewhere(
+    tmp_path: Path,
+) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        old = cluster.shard(1)
+        assert old is not None
+        cluster.drain_node(old.node)
+        await until(lambda: all(1 not in rig.listed(expert) for expert in range(4)))
+        assert all(rig.listed(expert) for expert in range(4))
+        cluster.die(old.name)
+        await until(lambda: cluster.shard(1) not in (None, old))
+        fresh = cluster.shard(1)
+        assert fresh is not None
+        assert fresh.node != old.node
+        await until(lambda: not rig.state.ranks[1].draining)
+
+
+@pytest.mark.asyncio
+async def test_a_shard_that_dies_in_the_middle_of_a_copy_is_replaced(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        cluster.copy_s = 0.5
+        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
+        await until(lambda: bool(rig.state.copying))
+        rank = rig.state.run.steps[min(rig.state.copying)].step.slot.rank
+        old = cluster.shard(rank)
+        assert old is not None
+        cluster.die(old.name)
+        cluster.copy_s = 0.0
+        await until(lambda: cluster.shard(rank) not in (None, old))
+        await until(lambda: len(rig.listed(0)) >= 2 and all(rig.listed(e) for e in range(4)))
+
+
+@pytest.mark.asyncio
+async def test_a_hung_shard_is_suspected_then_replaced(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        old = cluster.shard(2)
+        assert old is not None
+        old.hang = True
+        await until(lambda: cluster.shard(2) not in (None, old))
+        assert old.name in cluster.killed
+        await until(lambda: all(rig.listed(e) for e in range(4)))
+        rules = [k.record.rule for k in rig.service.book.newest(1000)]
+        assert rules.index("rank_suspected") < rules.index("rank_lost")
+
+
+@pytest.mark.asyncio
+async def test_a_suspect_that_answers_again_is_cleared(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        shard, router = cluster.shard(2), cluster.router()
+        assert shard is not None
+        assert router is not None
+        router.suspects = ((2, shard.incarnation, "connection broke"),)
+
+        def rules() -> list[str]:
+            return [k.record.rule for k in rig.service.book.newest(1000)]
+
+        await until(lambda: "rank_cleared" in rules())
+        assert cluster.shard(2) is shard
+
+
+@pytest.mark.asyncio
+async def test_a_dead_router_is_replaced_and_gets_the_table(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        old = cluster.router()
+        assert old is not None
+        cluster.die(old.name)
+        await until(lambda: cluster.router() not in (None, old))
+        await until(lambda: cluster.router().table is not None)  # type: ignore[union-attr]
+        await rig.ready()
+
+
+@pytest.mark.asyncio
+async def test_a_part_that_refuses_to_start_is_tried_again_and_told(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    cluster.refuse["1"] = "too little memory"
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        assert not rig.service.life.parts.problems
+        # The name that was tried is not used again.
+        assert len({n for n in cluster.created if ":shard:1:" in n}) == 1
+
+
+POINTS = [
+    f"{when}:{step}"
+    for when in ("before", "after")
+    for step in (
+        "add:reserved",
+        "add:copying",
+        "add:verified",
+        "add:listed",
+        "remove:unlisted",
+        "remove:acked",
+        "remove:drained",
+        "remove:released",
+        "publish",
+    )
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("point", POINTS)
+async def test_a_controller_that_dies_anywhere_is_followed_by_one_that_goes_on(
+    tmp_path: Path, point: str
+) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+    before = cluster.living()
+    # The second controller dies at the point: while it replicates, and evicts for a budget.
+    armed = make_settings(tmp_path, fail_point=point, fail_term=2)
+    async with controller(armed, cluster) as rig:
+        await until(lambda: rig.state.published and rig.state.run is None)
+        await rig.ready()
+        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
+        if "remove" in point:
+            await until(lambda: len(rig.listed(0)) >= 2)
+            rank = min(rig.listed(0))
+            asking = asyncio.ensure_future(
+                rig.service.life.driver.ask(
+                    lambda n: BudgetAsked(at_s=0.0, request_id=n, rank=rank, budget_bytes=1000)
+                )
+            )
+            await crashed(rig)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        else:
+            await crashed(rig)
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        assert cluster.living() == before, "the same parts serve on"
+        await rig.ready()
+        await until(lambda: rig.state.run is None and not rig.state.parked)
+        assert rig.state.term == 3
+        cluster.demand = {3: 400, 0: 10, 1: 10, 2: 10}
+        await until(lambda: len(rig.listed(3)) >= 2)
+        assert not [n for n in cluster.killed if n in before]
+        resident = [
+            (r.layer, r.expert, shard.rank)
+            for shard in shards(cluster)
+            for r in shard.slots.ledger.resident()
+            if r.verified
+        ]
+        assert len(resident) == len(set(resident)), "nothing is held twice"
+    cluster.demand = {}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_controller_that_dies_aborting_a_copy_gives_the_slot_back(
+    tmp_path: Path, when: str
+) -> None:
+    cluster = make_cluster()
+    armed = make_settings(tmp_path, fail_point=f"{when}:add:aborting")
+    async with controller(armed, cluster) as rig:
+        await rig.ready()
+        cluster.copy_s = 0.3
+        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
+        await until(lambda: bool(rig.state.copying))
+        rank = rig.state.run.steps[min(rig.state.copying)].step.slot.rank
+        asking = asyncio.ensure_future(
+            rig.service.life.driver.ask(
+                lambda n: BudgetAsked(
+                    at_s=0.0, request_id=n, rank=(rank + 1) % 3, budget_bytes=3000
+                )
+            )
+        )
+        await crashed(rig)
+        await asyncio.gather(asking, return_exceptions=True)
+    cluster.copy_s, cluster.demand = 0.0, {}
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        await until(lambda: rig.state.run is None and not rig.state.copying)
+        await until(lambda: all(s.slots.ledger.reserved_bytes == 0 for s in shards(cluster)))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_controller_that_dies_taking_a_removal_back_loses_no_expert(
+    tmp_path: Path, when: str
+) -> None:
+    cluster = make_cluster()
+    armed = make_settings(tmp_path, fail_point=f"{when}:remove:listed")
+    async with controller(armed, cluster) as rig:
+        await rig.ready()
+        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
+        await until(lambda: len(rig.listed(0)) >= 2 and rig.state.run is None)
+        cluster.demand = {}
+        router = cluster.router()
+        assert router is not None
+        router.held = True
+        rank = min(rig.listed(0))
+        asking = asyncio.ensure_future(
+            rig.service.life.driver.ask(
+                lambda n: BudgetAsked(at_s=0.0, request_id=n, rank=rank, budget_bytes=1000)
+            )
+        )
+        await until(lambda: bool(rig.state.removing) and 0 in leaving(rig))
+        for shard in shards(cluster):
+            if shard.rank != rank and shard.rank in rig.listed(0):
+                cluster.die(shard.name)
+        await crashed(rig)
+        await asyncio.gather(asking, return_exceptions=True)
+        router.held = False
+    keeper = cluster.shard(rank)
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        assert cluster.shard(rank) is keeper, "the last holder lives on"
+        assert all(rig.listed(expert) for expert in range(4))
+
+
+def shards(cluster: FakeCluster) -> list[FakeShardPort]:
+    return [s for s in map(cluster.shard, range(3)) if s is not None]
+
+
+def leaving(rig: Rig) -> set[int]:
+    """Experts of removals under way."""
+    return {rig.state.run.steps[i].step.expert for i in rig.state.removing}
+
+
+@pytest.mark.asyncio
+async def test_a_second_controller_fences_the_first(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path / "a"), cluster) as first:
+        await first.ready()
+        old_life = first.service.life
+        async with controller(make_settings(tmp_path / "b"), cluster) as second:
+            assert second.state.term == 2
+            await second.ready()
+            # The first meets a part that has seen term 2, and ends that life.
+            await until(lambda: first.service._life is not old_life)
+            assert second.state.paused, "rebuilt without a journal"
+        assert len(cluster.living()) == 4
+
+
+@pytest.mark.asyncio
+async def test_without_a_journal_parts_are_adopted_and_none_is_killed(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path / "a"), cluster) as rig:
+        await rig.ready()
+    before = cluster.living()
+    async with controller(make_settings(tmp_path / "b"), cluster) as rig:
+        await rig.ready()
+        assert cluster.living() == before
+        assert cluster.killed == []
+        assert rig.state.paused
+        assert "no journal" in " ".join(rig.service.describe()["problems"])
+
+
+@pytest.mark.asyncio
+async def test_with_a_journal_parts_it_does_not_name_are_killed(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+    await FakeFleet(cluster).create_shard("tiny:shard:0:999", 0, 999)
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        assert cluster.killed == ["tiny:shard:0:999"]
+
+
+@pytest.mark.asyncio
+async def test_a_journal_of_another_machine_is_not_gone_on_with(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+    async with controller(make_settings(tmp_path), cluster, owner="elsewhere") as rig:
+        await rig.ready()
+        assert rig.state.paused
+        assert any("written on here" in p for p in rig.service.describe()["problems"])
+    async with controller(make_settings(tmp_path, state_dir_shared=True), cluster) as rig:
+        await rig.ready()
+        assert not any("set aside" in p for p in rig.service.describe()["problems"])
+
+
+@pytest.mark.asyncio
+async def test_what_operators_asked_for_outlives_the_controller(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        driver = rig.service.life.driver
+        await driver.ask(lambda n: PauseAsked(at_s=0.0, request_id=n, reason="quiet please"))
+        await driver.ask(lambda n: DrainAsked(at_s=0.0, request_id=n, rank=1))
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        assert rig.state.paused
+        assert rig.state.ranks[1].draining
+
+
+@pytest.mark.asyncio
+async def test_six_starts_in_a_row_end_in_a_paused_one(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    settings = make_settings(tmp_path, restarts_max=2)
+    paused = []
+    for _ in range(4):
+        async with controller(settings, cluster) as rig:
+            await rig.ready()
+            paused.append(rig.state.paused)
+            problems = rig.service.describe()["problems"]
+    assert paused == [False, False, False, True]
+    assert any("started paused" in p for p in problems)
+
+
+@pytest.mark.asyncio
+async def test_down_ends_every_part_and_the_next_start_is_a_new_one(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        epoch = rig.state.epoch
+        ended = await rig.service.down()
+        assert cluster.living() == []
+        assert len(ended) == 4
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        assert rig.state.term == 2
+        assert rig.state.epoch > epoch
+        assert not rig.state.paused
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_stops_new_moves_and_nothing_else(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+    full = JournalLimits(state_bytes_max=1)  # as large as it is, and no larger
+    async with controller(make_settings(tmp_path, journal=full), cluster) as rig:
+        await rig.ready()
+        driver, names = rig.service.life.driver, rig.service.life.parts.names
+        names["x" * 100_000] = None  # no snapshot fits any more
+        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
+        await until(lambda: bool(driver.problem))
+        await until(lambda: rig.state.paused)
+        assert any("no new moves" in p for p in rig.service.describe()["problems"])
+        sent = [len(cluster.shard(r).executed) for r in range(3)]  # type: ignore[union-attr]
+        await asyncio.sleep(0.3)
+        assert sent == [
+            len(cluster.shard(r).executed)  # type: ignore[union-attr]
+            for r in range(3)
+        ], "nothing follows from what is not on disk"
+        assert rig.service.describe()["ready"]
+        # Room again: what was withheld is written and done.
+        del names["x" * 100_000]
+        await until(lambda: not driver.problem)
+        await until(lambda: not rig.state.paused)
+        await until(lambda: len(rig.listed(0)) >= 2 and all(rig.listed(e) for e in range(4)))
+
+
+@pytest.mark.asyncio
+async def test_copies_are_sent_after_their_reservation_is_journalled(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+    for rank in range(3):
+        shard = cluster.shard(rank)
+        assert shard is not None
+        seen: set[int] = set()
+        for command in shard.executed:
+            step_id = getattr(command, "step_id", -1)
+            if isinstance(command, CopyExpert):
+                assert step_id in seen
+            seen.add(step_id)

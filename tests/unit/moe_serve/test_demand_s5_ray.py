@@ -1,0 +1,114 @@
+"""S5: Ray asks for a token, or a person has accepted in so many words that it does not."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from moe_serve.bootstrap.local_ray import ensure_auth
+from moe_serve.bootstrap.ray_auth import check_ray_auth, why_open
+from moe_serve.cli.checks.row import Level
+from moe_serve.cli.checks.ray_auth import ray_checks
+from moe_serve.config import ServiceConfig
+from moe_serve.config.load import parse_config
+from moe_serve.errors import StartRefused
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-moe.yaml"
+TOKEN = "t" * 32
+
+
+def a_config(network: str, *, accepted: bool = False) -> ServiceConfig:
+    text = EXAMPLE.read_text().replace("network: loopback", f"network: {network}")
+    text += "security: {token_file: t, tls_cert_file: c, tls_key_file: k, "
+    text += f"accept_insecure: {str(accepted).lower()}}}\n"
+    return parse_config(text.encode(), "service.yaml")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    folder = tmp_path / "home"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_open"),
+    [
+        ({}, True),
+        ({"RAY_AUTH_MODE": "disabled"}, True),
+        ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": TOKEN}, True),
+        ({"RAY_AUTH_MODE": ""}, True),
+        ({"RAY_AUTH_MODE": "tokens"}, True),
+        ({"RAY_AUTH_TOKEN": ""}, True),
+        ({"RAY_AUTH_TOKEN_PATH": "/nowhere/token"}, True),
+        ({"RAY_AUTH_MODE": "token"}, False),
+        ({"RAY_AUTH_MODE": "TOKEN"}, False),
+        ({"RAY_AUTH_TOKEN": TOKEN}, False),
+    ],
+)
+def test_an_open_ray_is_refused_in_a_cluster_and_shown_on_loopback(
+    home: Path, environ: dict[str, str], is_open: bool
+) -> None:
+    assert bool(why_open(environ, home)) is is_open
+    if not is_open:
+        for network in ("loopback", "cluster"):
+            assert check_ray_auth(a_config(network), environ, home) == ""
+        return
+    with pytest.raises(StartRefused, match="Ray asks for no token") as refused:
+        check_ray_auth(a_config("cluster"), environ, home)
+    assert "\n" not in refused.value.message
+    assert TOKEN not in refused.value.message
+    for config in (a_config("loopback"), a_config("cluster", accepted=True)):
+        assert "asks for no token" in check_ray_auth(config, environ, home)
+
+
+def test_a_token_in_the_usual_places_counts(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "named"
+    environ = {"RAY_AUTH_TOKEN_PATH": str(file)}
+    assert why_open(environ, home)
+    file.write_text(TOKEN)
+    assert not why_open(environ, home)
+    assert why_open({}, home)
+    (home / ".ray").mkdir()
+    (home / ".ray" / "auth_token").write_text(TOKEN)
+    assert not why_open({}, home)
+
+
+def test_a_cluster_of_our_own_gets_a_token_that_only_we_can_read(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    ensure_auth(tmp_path)
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    file = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    first = file.read_text()
+    assert len(first) >= 32
+    ensure_auth(tmp_path)
+    assert file.read_text() == first
+    assert why_open(os.environ, home) == ""
+
+
+def test_a_token_that_is_configured_is_left_alone(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    ensure_auth(tmp_path)
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+    assert list(tmp_path.glob("ray_auth_token")) == []
+
+
+def test_doctor_shows_what_is_open_and_no_token(home: Path) -> None:
+    (_, auth) = ray_checks({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": TOKEN}, home)
+    assert auth.level is Level.WARN
+    assert "RAY_AUTH_MODE" in auth.next_step
+    for environ in ({"RAY_AUTH_TOKEN": TOKEN}, {"RAY_AUTH_MODE": "token"}):
+        rows = ray_checks(environ, home)
+        assert rows[1].level is Level.OK
+        assert TOKEN not in repr(rows)

@@ -1,0 +1,417 @@
+"""The shard's core: the fence, natural batching, deadlines, bounds, and what it counts. No
+sockets."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_serve.errors import (
+    InvalidArgument,
+    MoeServeError,
+    ResourceExhausted,
+    StaleTerm,
+    Unavailable,
+)
+from moe_serve.ports import Cause, RowStatus, SubCall, SubReply
+from moe_serve.shard.assembly import Shard
+from moe_serve.shard.core import COMPUTE_FAILURES_MAX
+from moe_serve.shard.work_queue import QueueLimits
+from placement.routing import RoutingTable
+from tests.fakes.marker_experts import MarkerBackend, add, marker_model, marker_shard, release
+from tests.fakes.sub_calls import sub_call
+
+HIDDEN = 8
+
+
+class Rig:
+    """A core with its compute thread, three experts of layer 0 in slots 0..2 and one of layer 1 in
+    slot 3."""
+
+    def __init__(self, **settings: Any) -> None:
+        model = marker_model()
+        self.backend = MarkerBackend(model.expert)
+        self.shard: Shard = marker_shard(model=model, backend=self.backend, **settings)
+        self.core = self.shard.core
+        self.core.start()
+        self.tags = {slot: add(self.shard, slot, slot) for slot in range(3)}
+        self.tags[3] = add(self.shard, 3, 3, layer=1)
+        self.backend.forwards.clear()
+        self.began = threading.Event()
+        self.free = threading.Event()
+
+    def block(self) -> None:
+        """Make forwards wait for `free`."""
+
+        def wait(_pairs: int) -> None:
+            self.began.set()
+            self.free.wait(10)
+
+        self.backend.on_forward = wait
+
+    def call(self, n: int, slots: list[int], **fields: Any) -> SubCall:
+        """n rows of ones, each with a pair in each of `slots`."""
+        x = np.ones((n, HIDDEN), np.float32)
+        pairs = [(r, s, self.tags.get(s, 99), 1.0, s) for r in range(n) for s in slots]
+        return sub_call(x, pairs, **fields)
+
+    def submit(self, call: SubCall) -> "Answer":
+        answer = Answer()
+        self.core.submit(call, call.rows.nbytes, answer)
+        return answer
+
+    def stop(self) -> None:
+        self.free.set()
+        self.core.stop()
+
+
+class Answer:
+    """A reply to wait for; a second one is a failure."""
+
+    def __init__(self) -> None:
+        self._there = threading.Event()
+        self.value: Any = None
+
+    def __call__(self, value: SubReply | MoeServeError) -> None:
+        assert not self._there.is_set(), "answered twice"
+        self.value = value
+        self._there.set()
+
+    @property
+    def there(self) -> bool:
+        return self._there.is_set()
+
+    def get(self) -> Any:
+        assert self._there.wait(5), "no answer"
+        return self.value
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.stop()
+
+
+def until(condition: Any) -> None:
+    end_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end_s, "condition never held"
+        time.sleep(0.001)
+
+
+def test_what_waits_for_a_layer_is_computed_together_and_layers_in_order(rig: Rig) -> None:
+    rig.block()
+    first = rig.submit(rig.call(1, [0], call_id=1))
+    assert rig.began.wait(5)
+    waiting = [
+        rig.submit(rig.call(2, [0], call_id=2)),
+        rig.submit(rig.call(1, [3], call_id=3, layer=1)),
+        rig.submit(rig.call(3, [1, 2], call_id=4)),
+    ]
+    assert rig.core.counters()["queued_rows"] == 6
+    rig.free.set()
+    replies = [answer.get() for answer in [first, *waiting]]
+    assert rig.backend.forwards == [1, 8, 1], "calls 2 and 4 share a forward, before layer 1"
+    assert [int(reply.partial[0, 0]) for reply in replies] == [1, 1, 4, 5]
+    assert [len(reply.partial) for reply in replies] == [1, 2, 1, 3]
+    assert replies[1].queue_s > 0
+    seqs = [reply.backlog_seq for reply in replies]
+    assert len(set(seqs)) == 4
+
+
+def test_a_batch_is_cut_at_its_limit() -> None:
+    rig = Rig(queue=QueueLimits(batch_rows_max=3))
+    rig.block()
+    rig.submit(rig.call(1, [0], call_id=1))
+    assert rig.began.wait(5)
+    answers = [rig.submit(rig.call(2, [0], call_id=i)) for i in range(2, 5)]
+    rig.free.set()
+    for answer in answers:
+        answer.get()
+    assert rig.backend.forwards == [1, 2, 2, 2]
+    rig.stop()
+
+
+def test_work_is_never_begun_past_its_deadline(rig: Rig) -> None:
+    rig.block()
+    first = rig.submit(rig.call(1, [0], call_id=1))
+    assert rig.began.wait(5)
+    late = rig.submit(rig.call(2, [0], call_id=2, timeout_s=0.01))
+    good = rig.submit(rig.call(1, [0], call_id=3))
+    time.sleep(0.02)
+    rig.free.set()
+    assert first.get().row_status.tolist() == [RowStatus.SERVED]
+    assert late.get().row_status.tolist() == [RowStatus.REFUSED] * 2
+    assert "past its deadline" in late.get().detail
+    assert late.get().partial.shape == (0, HIDDEN)
+    assert good.get().row_status.tolist() == [RowStatus.SERVED]
+    assert rig.backend.forwards == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "limits", [QueueLimits(rows_max=4), QueueLimits(sub_calls_max=1), QueueLimits(bytes_max=100)]
+)
+def test_a_full_queue_refuses_at_once(limits: QueueLimits) -> None:
+    rig = Rig(queue=limits)
+    rig.block()
+    rig.submit(rig.call(1, [0], call_id=1))
+    assert rig.began.wait(5)
+    kept = rig.submit(rig.call(4, [0], call_id=2))
+    refused = rig.submit(rig.call(1, [0], call_id=3))
+    assert refused.there
+    assert refused.get().row_status.tolist() == [RowStatus.REFUSED]
+    assert "busy" in refused.get().detail
+    assert refused.get().backlog_s >= 0
+    rig.free.set()
+    assert kept.get().row_status.tolist() == [RowStatus.SERVED] * 4
+    rig.stop()
+
+
+def test_tags_are_compared_when_the_batch_is_taken_not_when_it_arrives(rig: Rig) -> None:
+    rig.block()
+    rig.submit(rig.call(1, [0], call_id=1))
+    assert rig.began.wait(5)
+    waiting = rig.submit(rig.call(1, [1], call_id=2))
+    release(rig.shard, 1, rig.tags[1], expert=1)
+    add_thread = threading.Thread(target=lambda: add(rig.shard, 1, 5, step_id=77), daemon=True)
+    add_thread.start()  # its probe row waits for the compute thread
+    rig.free.set()
+    reply = waiting.get()
+    assert reply.row_status.tolist() == [RowStatus.STALE]
+    add_thread.join(5)
+    again = rig.submit(rig.call(1, [1], call_id=3)).get()
+    assert again.row_status.tolist() == [RowStatus.STALE], "the reused slot answers for nobody else"
+
+
+def test_a_matching_tag_of_another_expert_or_layer_is_not_served(rig: Rig) -> None:
+    x = np.ones((1, HIDDEN), np.float32)
+    other_expert = sub_call(x, [(0, 0, rig.tags[0], 1.0, 1)])
+    other_layer = sub_call(x, [(0, 0, rig.tags[0], 1.0, 0)], layer=1)
+    outside = sub_call(x, [(0, 10_000, 1, 1.0, 0)])
+    for call in (other_expert, other_layer, outside):
+        assert rig.submit(call).get().row_status.tolist() == [RowStatus.STALE]
+    assert rig.backend.forwards == []
+
+
+def test_rows_that_are_not_finite_stay_in_their_row(rig: Rig) -> None:
+    x = np.ones((3, HIDDEN), np.float32)
+    x[1, 2] = np.nan
+    x[2] = np.inf
+    reply = rig.submit(sub_call(x, [(r, 0, rig.tags[0], 1.0, 0) for r in range(3)])).get()
+    assert reply.row_status.tolist() == [RowStatus.SERVED] * 3
+    assert (reply.partial[0] == 1).all()
+    assert np.isnan(reply.partial[1, 2])
+    assert np.isfinite(np.delete(reply.partial[1], 2)).all()
+    assert np.isinf(reply.partial[2]).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rows": np.ones((2, 7), np.float32)}, "rows"),
+        ({"rows": np.ones(16, np.float32)}, "rows"),
+        ({"rows": np.ones((2, HIDDEN), np.float64)}, "rows"),
+        ({"rows": np.ones((1, HIDDEN), np.float32)}, "row_id"),
+        ({"row_id": np.array([0, -1], np.int32)}, "row_id"),
+        ({"layer": 2}, "layer"),
+        ({"layer": -1}, "layer"),
+        ({"phase": 2}, "phase"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+        ({"timeout_s": float("nan")}, "timeout_s"),
+        ({"pair_row": np.array([0, 2], np.int32)}, "pair_row"),
+        ({"pair_row": np.array([0, -1], np.int32)}, "pair_row"),
+        ({"pair_row": np.array([0], np.int32)}, "pair_slot"),
+        ({"pair_row": np.array([0, 1], np.int64)}, "pair_row"),
+        ({"pair_slot": np.array([0, -1], np.int32)}, "pair_slot"),
+        ({"pair_expert": np.array([0, 8], np.int32)}, "pair_expert"),
+        ({"pair_k": np.array([0, 4], np.int32)}, "pair_k"),
+        ({"pair_row": np.array([0, 0], np.int32)}, "pair_k"),
+        ({"pair_gate": np.array([1, np.nan], np.float32)}, "pair_gate"),
+        ({"pair_gate": np.array([1, np.inf], np.float32)}, "pair_gate"),
+    ],
+)
+def test_every_field_is_checked_again(rig: Rig, fields: dict[str, Any], named: str) -> None:
+    import dataclasses
+
+    good = rig.call(2, [0])
+    answer = rig.submit(dataclasses.replace(good, **fields)).get()
+    assert isinstance(answer, InvalidArgument)
+    assert named in {violation.field for violation in answer.violations}
+    assert rig.submit(good).get().row_status.tolist() == [RowStatus.SERVED] * 2
+    assert rig.core.counters()["invalid_sub_calls"] == 1
+
+
+def test_more_pairs_than_top_k_allows_are_refused(rig: Rig) -> None:
+    x = np.ones((1, HIDDEN), np.float32)
+    answer = rig.submit(sub_call(x, [(0, 0, rig.tags[0], 1.0, 0)] * 5)).get()
+    assert isinstance(answer, InvalidArgument)
+
+
+def test_hotness_counts_what_was_executed_by_phase_layer_and_expert(rig: Rig) -> None:
+    rig.block()
+    rig.submit(rig.call(1, [0], call_id=1))
+    assert rig.began.wait(5)
+    answers = [
+        rig.submit(rig.call(3, [1], call_id=2, phase=0)),
+        rig.submit(rig.call(1, [1, 2], call_id=3, phase=1, cause=Cause.RETRY)),
+        rig.submit(rig.call(2, [3], call_id=4, layer=1)),
+        rig.submit(rig.call(2, [5], call_id=5)),  # stale: counts nowhere
+    ]
+    rig.free.set()
+    for answer in answers:
+        answer.get()
+    rig.core.probe().result(5)  # nor does a probe
+    (report,) = rig.shard.core.hotness.reports(-1, 1.0)
+    # key = (phase * 2 layers + layer) * 8 experts + expert
+    assert dict(zip(report.key.tolist(), report.pairs.tolist(), strict=True)) == {
+        0: 1, 1: 3, 11: 2, 17: 1, 18: 1,
+    }  # fmt: skip
+    # Slot 1 took 1e-4 s for four pairs of two phases: shared out by pairs.
+    seconds = dict(zip(report.key.tolist(), report.seconds.tolist(), strict=True))
+    assert seconds[1] == pytest.approx(0.75e-4)
+    assert seconds[17] == pytest.approx(0.25e-4)
+    assert (report.source, report.incarnation, report.rank, report.seq) == ("shard-0", 1, 0, 0)
+
+
+def test_reports_are_kept_until_acknowledged_and_their_number_is_bounded(rig: Rig) -> None:
+    hotness = rig.core.hotness
+    rig.submit(rig.call(1, [0])).get()
+    assert [r.seq for r in hotness.reports(-1, 1.0)] == [0]
+    rig.submit(rig.call(2, [0])).get()
+    assert [r.seq for r in hotness.reports(-1, 2.0)] == [0, 1]
+    assert [r.seq for r in hotness.reports(0, 3.0)] == [1]
+    assert hotness.reports(1, 4.0) == ()
+    for _ in range(100):
+        rig.submit(rig.call(1, [0])).get()
+        kept = hotness.reports(1, 5.0)
+    assert len(kept) == 64
+    assert sum(int(r.pairs.sum()) for r in kept) == 64, "the rest waits, and is not lost:"
+    last = hotness.reports(kept[-1].seq, 6.0)
+    assert sum(int(r.pairs.sum()) for r in last) == 36
+
+
+def test_the_ledger_names_every_executed_contribution_once(rig: Rig) -> None:
+    x = np.ones((2, HIDDEN), np.float32)
+    pairs = [(0, 0, rig.tags[0], 1.0, 0), (1, 1, rig.tags[1], 1.0, 1), (1, 2, 999, 1.0, 2)]
+    rig.submit(
+        sub_call(x, pairs, call_id=4, sub_id=2, request_key=9, row_id=np.array([30, 31], np.int32))
+    ).get()
+    (entry,) = rig.shard.take_ledger()
+    assert (entry.router, entry.call_id, entry.sub_id, entry.request_key) == ("router-0", 4, 2, 9)
+    assert (entry.layer, entry.cause) == (0, Cause.FIRST)
+    assert entry.row_id.tolist() == [30], "row 31 was refused whole"
+    assert entry.pair_k.tolist() == [0]
+    assert rig.shard.take_ledger() == ()
+
+
+def test_a_full_ledger_says_that_it_cannot_vouch() -> None:
+    rig = Rig(ledger_rows_max=3)
+    for i in range(2):
+        rig.submit(rig.call(2, [0], call_id=i)).get()
+    assert sum(len(entry.row_id) for entry in rig.shard.take_ledger()) == 2
+    assert rig.core.counters()["ledger_dropped_pairs"] == 2
+    rig.stop()
+
+
+def test_a_batch_that_does_not_fit_is_computed_one_by_one(rig: Rig) -> None:
+    rig.block()
+    rig.submit(rig.call(1, [0], call_id=1))
+    assert rig.began.wait(5)
+
+    def refuse(pairs: int) -> None:
+        if pairs > 2:
+            raise MemoryError
+
+    answers = [rig.submit(rig.call(n, [0], call_id=n + 1)) for n in (1, 2, 3)]
+    rig.backend.on_forward = refuse
+    rig.free.set()
+    assert [len(answer.get().partial) for answer in answers[:2]] == [1, 2]
+    assert isinstance(answers[2].get(), ResourceExhausted)
+    assert not rig.core.broken
+
+
+def test_failing_batches_are_answered_and_several_in_a_row_break_the_shard(rig: Rig) -> None:
+    def fail(_pairs: int) -> None:
+        raise RuntimeError("device fell off")
+
+    rig.backend.on_forward = fail
+    for i in range(COMPUTE_FAILURES_MAX):
+        assert not rig.core.broken
+        assert isinstance(rig.submit(rig.call(1, [0], call_id=i)).get(), Unavailable)
+    assert rig.core.broken
+    refused = rig.submit(rig.call(1, [0], call_id=9)).get()
+    assert refused.row_status.tolist() == [RowStatus.REFUSED]
+    with pytest.raises(Unavailable):
+        rig.shard.probe()
+
+
+def test_stopping_refuses_what_waits(rig: Rig) -> None:
+    rig.block()
+    running = rig.submit(rig.call(1, [0], call_id=1))
+    assert rig.began.wait(5)
+    waiting = rig.submit(rig.call(1, [0], call_id=2))
+    stopper = threading.Thread(target=rig.core.stop)
+    stopper.start()
+    until(lambda: rig.submit(rig.call(1, [0], call_id=3)).there)
+    rig.free.set()
+    stopper.join(5)
+    assert running.get().row_status.tolist() == [RowStatus.SERVED]
+    assert waiting.get().row_status.tolist() == [RowStatus.REFUSED]
+
+
+def test_the_backlog_grows_with_what_waits(rig: Rig) -> None:
+    for i in range(5):
+        rig.backend.on_forward = lambda _n: time.sleep(0.002)
+        rig.submit(rig.call(4, [0], call_id=i)).get()
+    rig.block()
+    rig.submit(rig.call(1, [0], call_id=7))
+    assert rig.began.wait(5)
+    for i in range(10, 20):
+        rig.submit(rig.call(4, [0], call_id=i))
+    # 40 pairs at about half a millisecond each.
+    assert 0.005 < rig.core.backlog_s() < 1.0
+    rig.free.set()
+    until(lambda: not rig.core.busy)
+    assert rig.core.backlog_s() == 0.0
+
+
+def test_tables_are_kept_by_order_and_fenced_by_term(rig: Rig) -> None:
+    def table(term: int, epoch: int) -> RoutingTable:
+        empty = np.zeros(0, np.int32)
+        return RoutingTable(
+            term=term,
+            epoch=epoch,
+            model="m",
+            weights_version="v1",
+            num_layers=1,
+            num_experts=1,
+            replica_ptr=np.zeros(2, np.int32),
+            replica_rank=empty,
+            replica_slot=empty,
+            replica_tag=np.zeros(0, np.int64),
+            ranks=(),
+        )
+
+    assert rig.core.install_table(table(2, 7)) == 7
+    assert rig.core.install_table(table(2, 6)) == 7
+    with pytest.raises(StaleTerm) as caught:
+        rig.core.install_table(table(1, 99))
+    assert caught.value.term == 2
+    assert rig.core.install_table(table(3, 8)) == 8
+    assert rig.submit(rig.call(1, [0], term=1)).get().row_status.tolist() == [RowStatus.SERVED]
+
+
+def test_a_probe_goes_through_the_compute_thread(rig: Rig) -> None:
+    rig.block()
+    rig.submit(rig.call(1, [0], call_id=1))
+    assert rig.began.wait(5)
+    assert rig.core.busy
+    probe = rig.core.probe()
+    time.sleep(0.02)
+    assert not probe.done()
+    rig.free.set()
+    assert probe.result(5) >= 0.02

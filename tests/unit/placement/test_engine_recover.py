@@ -1,0 +1,194 @@
+"""A restarted controller: snapshot, journalled transitions, inventories, and every point at which
+it may have died."""
+
+import pytest
+
+from placement.engine import EngineSnapshot, RebalanceEngine
+from placement.messages import events as ev
+from placement.messages.codec import decode_as, encode
+from placement.messages.effects import (
+    AbortAdd,
+    CopyExpert,
+    PublishTable,
+    ReleaseSlot,
+    ReserveSlot,
+    VerifyExpert,
+)
+from tests.engine_driver import two_ranks
+
+
+def restart(driver, snapshot, journal, *, first=(), silent=()):
+    """Put a restored engine in the driver's; ranks answer in the order `first`, `silent` ones not
+    at all."""
+    snapshot = decode_as(encode(snapshot), EngineSnapshot)
+    epoch = max([driver.engine.state.epoch, *(t.epoch for t in driver.tables)])
+    driver.engine = RebalanceEngine.restore(
+        snapshot,
+        journal,
+        term=driver.engine.state.term + 1,
+        first_epoch=epoch + 1,
+        start_s=driver.now_s,
+    )
+    driver.hold.clear()
+    driver.held.clear()
+    before = len(driver.tables)
+    for router in driver.routers:
+        driver.feed(ev.RouterJoined(at_s=0.0, router=router, incarnation=1))
+    order = [*first, *(r for r in sorted(driver.shards) if r not in first)]
+    for rank in order:
+        if rank in silent:
+            continue
+        assert len(driver.tables) == before, "a table was published before every rank had spoken"
+        driver.shards[rank].accept_term(driver.engine.state.term)
+        driver.join(rank, shard=driver.shards[rank])
+    return before
+
+
+def migrate_two(driver):
+    driver.close_window({driver.keys()[0][0]: 5000.0, driver.keys()[0][1]: 5000.0})
+
+
+def test_a_restart_at_rest_publishes_the_same_placement_in_a_new_term():
+    driver = two_ranks()
+    keys, table = driver.keys(), driver.table
+    restart(driver, driver.engine.snapshot(), [])
+    assert driver.keys() == keys
+    assert driver.table.term == table.term + 1
+    assert driver.table.epoch > table.epoch
+    assert driver.table.replica_tag.tolist() == table.replica_tag.tolist()
+
+
+def test_the_snapshot_may_be_older_than_every_rank():
+    driver = two_ranks()
+    empty = two_ranks()
+    fresh = RebalanceEngine(
+        empty.spec, empty.topology, empty.config, term=1, first_epoch=1, start_s=0.0
+    )
+    keys = driver.keys()
+    restart(driver, fresh.snapshot(), driver.transitions)
+    assert driver.keys() == keys
+    driver.check_agreement()
+
+
+@pytest.mark.parametrize(
+    "died_at", [ReserveSlot, CopyExpert, VerifyExpert, PublishTable, ReleaseSlot, AbortAdd]
+)
+@pytest.mark.parametrize("arrived", [False, True], ids=["before_effect", "after_effect"])
+def test_dying_at_each_edge_forgets_nothing(died_at, arrived):
+    """The command was journalled; it was (not) carried out; its answer never came."""
+    driver = two_ranks(slots=3)
+    snapshot, start = driver.engine.snapshot(), len(driver.transitions)
+    if died_at is AbortAdd:
+        driver.hold |= {CopyExpert, AbortAdd}
+        migrate_two(driver)
+        step_id = driver.held[0].step_id
+        driver.feed(ev.StepFailed(at_s=0.0, step_id=step_id, code="io", detail="disk"))
+    else:
+        driver.hold.add(died_at)
+        if died_at is PublishTable:
+            driver.silent_routers.add("r0")
+        migrate_two(driver)
+    assert driver.held
+    if arrived:
+        for command in driver.held:
+            if isinstance(command, PublishTable):
+                driver.tables.append(command.table)
+            elif not isinstance(command, CopyExpert) or died_at is CopyExpert:
+                driver.run_shard(command)
+    driver.silent_routers.clear()
+    before = restart(driver, snapshot, driver.transitions[start:])
+    assert driver.tables[before].missing() == ()
+    driver.wait(40.0)
+    assert driver.engine.state.run is None
+    driver.check_agreement()
+    hot = driver.keys()[0][0]
+    for _ in range(4):
+        driver.close_window({hot: 5000.0})
+        driver.wait(6.0)
+    assert driver.engine.state.moves_done
+    driver.check_agreement()
+
+
+def test_a_rank_that_died_meanwhile_is_lost_and_the_rest_goes_on():
+    driver = two_ranks(slots=6, num_ranks=3)
+    snapshot = driver.engine.snapshot()
+    shard = driver.shards[1]
+    before = restart(driver, snapshot, [], silent=(1,))
+    assert len(driver.tables) == before
+    driver.shards.pop(1)
+    driver.feed(
+        ev.RankLost(at_s=0.0, rank=1, incarnation=shard.incarnation, reason="not there any more")
+    )
+    assert driver.table.missing() == ()
+    driver.check_agreement()
+
+
+def test_a_rank_that_never_answers_is_lost_after_the_grace():
+    driver = two_ranks(slots=6, num_ranks=3)
+    before = restart(driver, driver.engine.snapshot(), [], silent=(1,))
+    driver.wait(29.0)
+    assert len(driver.tables) == before
+    driver.shards.pop(1)
+    driver.wait(2.0)
+    assert "rank_lost" in driver.rules()
+    assert driver.table.missing() == ()
+
+
+def test_a_replica_that_is_gone_from_the_inventory_leaves_the_table():
+    driver = two_ranks(slots=6)
+    driver.close_window({0: 9000.0})
+    twice = next(e for e in range(4) if len(driver.table.replicas(0, e)) == 2)
+    rank, slot, tag = driver.table.replicas(0, twice)[0]
+    driver.shards[rank].release(
+        ReleaseSlot(
+            step_id=5, rank=rank, incarnation=1, slot=slot, slot_tag=tag, layer=0, expert=twice
+        )
+    )
+    restart(driver, driver.engine.snapshot(), [])
+    assert "replica_gone" in driver.rules()
+    assert len(driver.table.replicas(0, twice)) == 1
+    driver.check_agreement()
+
+
+def test_routers_count_again_only_after_they_had_time_to_register():
+    driver = two_ranks(slots=3, router_silence_s=5.0, drain_wait_s=60.0)
+    driver.silent_routers.add("r0")
+    snapshot, start = driver.engine.snapshot(), len(driver.transitions)
+    migrate_two(driver)
+    assert "unlisted" in driver.step_states()
+    driver.routers.clear()
+    restart(driver, snapshot, driver.transitions[start:])
+    assert "unlisted" in driver.step_states()
+    driver.wait(4.9)
+    assert "unlisted" in driver.step_states()
+    driver.wait(0.2)
+    assert driver.engine.state.run is None
+    driver.check_agreement()
+
+
+def test_a_restart_may_begin_paused_and_terms_must_grow():
+    driver = two_ranks()
+    snapshot = driver.engine.snapshot()
+    engine = RebalanceEngine.restore(snapshot, [], term=5, first_epoch=9, start_s=0.0, paused=True)
+    assert (engine.state.paused, engine.state.term, engine.state.epoch) == (True, 5, 8)
+    assert engine.state.next_step_id == 5 << 32
+    with pytest.raises(AssertionError, match="term 1"):
+        RebalanceEngine.restore(snapshot, [], term=1, first_epoch=9, start_s=0.0)
+
+
+def test_a_snapshot_is_a_copy_that_survives_its_bytes():
+    driver = two_ranks()
+    driver.hold.add(CopyExpert)
+    driver.close_window({0: 5000.0})
+    snapshot = driver.engine.snapshot()
+    data = encode(snapshot)
+    driver.let_go()
+    assert encode(snapshot) == data
+    assert encode(decode_as(data, EngineSnapshot)) == data
+    assert RebalanceEngine.replayed(snapshot).table() is None
+    assert driver.engine.table() is driver.table
+    assert driver.engine.topology().num_ranks == 2
+    fresh = RebalanceEngine(
+        driver.spec, driver.topology, driver.config, term=1, first_epoch=1, start_s=0.0
+    )
+    assert fresh.table() is None

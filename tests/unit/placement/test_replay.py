@@ -1,0 +1,111 @@
+"""Replay of journal segments and of expert traces."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from placement.config import RebalanceConfig
+from placement.messages.codec import encode
+from placement.messages.effects import WakeAt
+from placement.replay import recomputed, replay_segment, replay_trace, trace_windows
+from placement.sim.log import Stepped
+from placement.sim.runner import small_world
+from tests.builders import make_spec, make_topology
+
+
+def journal(windows=6, seed=3, until_s=20.0):
+    world = small_world(seed, windows=windows)
+    world.clock.run_until(until_s)
+    return world, [e for e in world.log if isinstance(e, Stepped)]
+
+
+def as_bytes(snapshot, steps):
+    return (
+        encode(snapshot),
+        [encode(s.event) for s in steps],
+        [encode(s.effects) for s in steps],
+    )
+
+
+def test_recorded_events_give_the_recorded_effects_byte_for_byte():
+    world, steps = journal()
+    assert len(steps) > 50
+    assert replay_segment(*as_bytes(world.segments[0][0], steps)) == ()
+
+
+def test_replay_may_start_at_any_segment():
+    world = small_world(4, windows=8)
+    for end_s in (3.0, 7.5, 9.1, 20.0):
+        world.clock.run_until(end_s)
+        world.segments.append((world.engine.snapshot(), len(world.log)))
+    for (snapshot, start), (_, end) in zip(world.segments[:-1], world.segments[1:], strict=True):
+        steps = [e for e in world.log[start:end] if isinstance(e, Stepped)]
+        assert replay_segment(*as_bytes(snapshot, steps)) == ()
+
+
+def test_a_changed_effect_is_named():
+    world, steps = journal()
+    number = next(i for i, s in enumerate(steps) if s.effects.records)
+    changed = list(steps)
+    changed[number] = msgspec.structs.replace(
+        steps[number],
+        effects=msgspec.structs.replace(steps[number].effects, records=()),
+    )
+    (difference,) = replay_segment(*as_bytes(world.segments[0][0], changed))
+    assert difference.startswith(f"event {number} ")
+    assert "records[0] was nothing" in difference
+    more = msgspec.structs.replace(
+        steps[number].effects, commands=(*steps[number].effects.commands, WakeAt(at_s=1.0))
+    )
+    changed[number] = msgspec.structs.replace(steps[number], effects=more)
+    (difference,) = replay_segment(*as_bytes(world.segments[0][0], changed))
+    assert "is nothing" in difference
+
+
+def test_recorded_targets_can_be_computed_again():
+    world, steps = journal()
+    events, effects = [s.event for s in steps], [s.effects for s in steps]
+    assert recomputed(events, effects, world.config) == ()
+    other = msgspec.structs.replace(world.config, wave_adds_per_rank=1, wave_copies_from_rank=1)
+    assert "computed differently" in recomputed(events, effects, other)[0]
+
+
+def skewed_ids(rng, tokens, layers, experts, top_k):
+    order = np.stack([rng.permutation(experts) for _ in range(layers)])
+    drawn = np.minimum(rng.zipf(1.5, size=(tokens, layers, top_k)) - 1, experts - 1)
+    return order[np.arange(layers)[None, :, None], drawn]
+
+
+def test_a_trace_is_served_better_than_a_static_layout():
+    rng = np.random.default_rng(0)
+    spec = make_spec(num_layers=2, num_experts=16, top_k=2)
+    ids = skewed_ids(rng, 8 * 512, 2, 16, 2)
+    windows = trace_windows(ids, spec, window_tokens=512, window_s=2.0, sub_windows=4)
+    assert len(windows) == 8
+    assert sum(int(w.demand.sum()) for w in windows) == ids.size
+    figures = replay_trace(windows, spec, make_topology([12] * 4), RebalanceConfig())
+    assert figures.static <= figures.static_leveled < figures.served <= 1.0
+    assert figures.windows[-1].served > 0.97
+    assert figures.windows[-1].served > figures.windows[0].served
+    assert figures.slot_writes == sum(w.slot_writes for w in figures.windows) > 0
+    assert figures.copy_bytes == figures.slot_writes * spec.expert_bytes
+    assert sum(figures.moves.values()) == sum(w.moves for w in figures.windows)
+    assert "regret_reached" in figures.records
+
+
+def test_a_trace_without_a_full_window_is_empty():
+    spec = make_spec()
+    ids = np.zeros((10, 1, 2), dtype=np.int32)
+    windows = trace_windows(ids, spec, window_tokens=512, window_s=2.0, sub_windows=4)
+    figures = replay_trace(windows, spec, make_topology([4, 4]), RebalanceConfig())
+    assert (figures.windows, figures.served) == ((), 1.0)
+
+
+def test_traces_of_another_shape_are_refused():
+    spec = make_spec()
+    with pytest.raises(ValueError, match="tokens, 1, top_k"):
+        trace_windows(
+            np.zeros((4, 2, 2), np.int32), spec, window_tokens=2, window_s=1.0, sub_windows=1
+        )
+    with pytest.raises(ValueError, match="ids must lie"):
+        trace_windows(np.full((4, 1, 2), 4), spec, window_tokens=2, window_s=1.0, sub_windows=1)
