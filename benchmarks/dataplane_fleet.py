@@ -7,6 +7,7 @@ Responsible for starting, filling and ending the parts. Must never measure. Call
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ INCARNATION = 1
 COPY_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 120.0
 _PROFILE = DeviceProfile(
-    name="no time", flops_per_s=1e18, memory_bytes_per_s=1e18, copy_bytes_per_s=1e9
+    name="no time", flops_per_s=math.inf, memory_bytes_per_s=math.inf, copy_bytes_per_s=1e9
 )
 
 

@@ -1,9 +1,16 @@
-"""What all tests share: Hypothesis profiles, markers by folder, the one seed option."""
+"""What all tests share: Hypothesis profiles, markers by folder, the one seed option, the one Ray
+cluster."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from moe_serve.bootstrap.local_ray import LocalRay
 
 TESTS = Path(__file__).resolve().parent
 
@@ -36,6 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("explore" if config.getoption("--explore") else "ci")
+    # Ray reads the mode once, when the first test module imports it.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,3 +66,13 @@ def first_seed(request: pytest.FixtureRequest) -> int:
 def rewrite(request: pytest.FixtureRequest) -> bool:
     """Whether golden transcripts are to be written anew instead of compared."""
     return bool(request.config.getoption("--rewrite"))
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator["LocalRay"]:
+    """Two logical nodes with labels moe.node=a and moe.node=b, this process being their driver.
+    Shared by all tests that deploy a service of their own: one start takes 10 to 90 s."""
+    from tests.service_cluster import local_cluster
+
+    with local_cluster() as cluster:
+        yield cluster

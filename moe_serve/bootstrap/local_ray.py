@@ -140,6 +140,9 @@ def _spawn(
             start_new_session=True,
             env={**os.environ, "RAY_TMPDIR": str(temp_dir)},
         )
+    # The node outlives this object and often this program; it is looked after by its id from here
+    # on, so Popen must neither warn that it runs nor reap it.
+    process.returncode = 0
     return LocalNode(process.pid, tuple(sorted(labels.items())))
 
 

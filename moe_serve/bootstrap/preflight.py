@@ -62,6 +62,16 @@ def _source_version(name: str) -> str:
     return __version__
 
 
+def available_memory_bytes() -> int:
+    """Bytes that may be allocated without swapping, the page cache counted as free (Linux's own
+    estimate)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def local_facts(node: str, ip: str, checkpoint: str, state_dir: str) -> NodeFacts:
     """Facts of the node this runs on."""
     from moe_serve.bootstrap.parts import checkpoint_folder
@@ -80,7 +90,7 @@ def local_facts(node: str, ip: str, checkpoint: str, state_dir: str) -> NodeFact
         ip=ip,
         versions=package_versions(),
         checkpoint=present,
-        free_memory_bytes=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        free_memory_bytes=available_memory_bytes(),
         free_disk_bytes=shutil.disk_usage(existing).free,
     )
 

@@ -117,7 +117,7 @@ def find_target(
             raise CannotReach(error.message) from error
     if address:
         _check_address(address)
-        if record is not None and False:
+        if record is not None and record.admin_address != address:
             record = None
     else:
         assert record is not None

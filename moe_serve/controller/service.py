@@ -171,8 +171,8 @@ class ControllerService:
         parts = sight.parts
         ready = (
             sight.state.published
-            and not view.missing
             and sight.table is not None
+            and not sight.table.missing()
             and all(router_ready(sight, router) for router in self.settings.routers)
         )
         refused = sorted(place for place, times in parts.refusals.items() if times >= 2)

@@ -58,20 +58,15 @@ def load_front_end(checkpoint: str, *, dtype: str = "float32") -> Any:
 
 def _tensors(opened: Checkpoint, model: Any) -> dict[str, torch.Tensor]:
     """Non-expert tensors by the model's names, in the model's dtypes."""
-    import torch
-
     declared = model.state_dict()
-    # Private, but it is the only word on which tensors lose too much in half precision.
-    in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     found = {}
     for info in opened.non_expert_tensors():
         name = _module_name(info.name)
         if name not in declared:
             continue  # computed by this version of the library (older ones stored rotary tables)
-        kind = declared[name].dtype
-        if any(part in name for part in in_float32):
-            kind = torch.float32
-        found[name] = _torch_tensor(opened.read_tensor(info.name)).to(kind)
+        tensor = _torch_tensor(opened.read_tensor(info.name))
+        # What loses too much in half precision is declared float32 whatever the model's dtype.
+        found[name] = tensor.to(declared[name].dtype)
     return found
 
 

@@ -11,6 +11,7 @@ Responsible for this translation only. Must never hold state beside the core and
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Sequence
 from typing import Any
@@ -68,21 +69,24 @@ class RouterActor:
         self._keys = keys
         self._core: RouterCore | None = None
         self._server: RouterServer | None = None
+        self._starting = asyncio.Lock()
 
     async def start(self) -> bytes:
         """Compile kernels, bind, serve. Returns StartAnswer; calling it again gives the same
         answer.
         """
-        if self._core is None:
-            for module in (split_kernels, pair_kernels, role_kernels, router_kernels):
-                module.warm()
-            core = RouterCore(self._settings, wire_channels(self._keys))
-            try:
-                server = RouterServer(core)
-                await server.start()
-            except StartRefused as error:
-                return encode(StartAnswer(fault=error.message))
-            self._core, self._server = core, server
+        # Two callers at once must not open two ports, one of which nobody would ever close.
+        async with self._starting:
+            if self._core is None:
+                for module in (split_kernels, pair_kernels, role_kernels, router_kernels):
+                    module.warm()
+                core = RouterCore(self._settings, wire_channels(self._keys))
+                try:
+                    server = RouterServer(core)
+                    await server.start()
+                except StartRefused as error:
+                    return encode(StartAnswer(fault=error.message))
+                self._core, self._server = core, server
         return encode(StartAnswer(info=self._info()))
 
     async def describe(self) -> bytes:

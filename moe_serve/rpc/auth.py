@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 import grpc.aio
+import structlog
 
 from moe_serve.errors import MoeServeError, PermissionDenied, StartRefused, Unauthenticated
 from moe_serve.rpc import dispatch_pb2, placement_pb2
@@ -33,6 +34,7 @@ TOKEN_CHARS_MIN = 16
 TOKEN_CHARS_MAX = 512
 _FILE_BYTES_MAX = 16_384
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+_log = structlog.get_logger(__name__)
 
 
 class Role(StrEnum):
@@ -95,15 +97,19 @@ class TokenFile:
         )
 
     def _refresh(self) -> None:
+        fault = ""
         try:
             if _stamp(os.stat(self._path)) == self._stamp:
                 return
             self._stamp, self._tokens = _load(self._path)
-            self.fault = ""
         except StartRefused as error:
-            self.fault = error.message
+            fault = error.message
         except OSError as error:
-            self.fault = f"token file {self._path.name} cannot be read: {error.strerror}"
+            fault = f"token file {self._path.name} cannot be read: {error.strerror}"
+        if fault and fault != self.fault:
+            # Once a fault: the file is looked at with every call.
+            _log.warning("token file refused, the tokens last read stay live", fault=fault)
+        self.fault = fault
 
 
 def bearer_metadata(token: str) -> tuple[tuple[str, str], ...]:

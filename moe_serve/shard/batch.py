@@ -141,6 +141,9 @@ def work_by_phase(
     Seconds of a slot are shared out by pairs: prefill and decode rows of one batch read the same
     weights once.
     """
+    if bool((batch.pair_phase == batch.pair_phase[:1]).all()):
+        phases = np.full(len(work.slots), batch.pair_phase[0], np.int32)
+        return phases, work.slots, work.pairs, work.seconds
     width = int(work.slots.max(initial=0)) + 1
     index = batch.pair_phase.astype(np.int64) * width + batch.pair_slot
     counts = np.bincount(index, minlength=NUM_PHASES * width).reshape(NUM_PHASES, width)

@@ -331,11 +331,11 @@ class ShardCore:
         return admit(work, resident)
 
     def _pin(self, admitted: Sequence[Admitted]) -> npt.NDArray[np.int32]:
-        slots = [
-            one.work.call.pair_slot if one.pairs is None else one.work.call.pair_slot[one.pairs]
-            for one in admitted
-        ]
-        pinned = np.unique(np.concatenate(slots)) if slots else np.zeros(0, np.int32)
+        named = np.zeros(len(self.keys), np.bool_)
+        for one in admitted:
+            slots = one.work.call.pair_slot
+            named[slots if one.pairs is None else slots[one.pairs]] = True
+        pinned = np.flatnonzero(named).astype(np.int32)
         self.slots.ledger.pin(pinned)
         return pinned
 
@@ -392,13 +392,11 @@ class ShardCore:
         self, one: Admitted, partial: npt.NDArray[np.generic], now_s: float, compute_s: float
     ) -> SubReply:
         call = one.work.call
-        by_status = np.bincount(one.row_status, minlength=len(RowStatus))
-        for status, name in (
-            (RowStatus.SERVED, "rows_served"),
-            (RowStatus.STALE, "rows_stale"),
-            (RowStatus.REFUSED, "rows_refused"),
-        ):
-            self._count(name, int(by_status[status]))
+        served, stale, refused = np.bincount(one.row_status, minlength=len(RowStatus)).tolist()
+        with self._counts_lock:
+            self._counts["rows_served"] += served
+            self._counts["rows_stale"] += stale
+            self._counts["rows_refused"] += refused
         table = self.slots.table
         return SubReply(
             call_id=call.call_id,

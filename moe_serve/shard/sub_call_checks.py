@@ -7,7 +7,8 @@ Called on the wire thread before a sub-call is queued.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ from moe_serve.errors import FieldViolation, InvalidArgument
 from moe_serve.ports import Cause, SubCall
 from moe_serve.shard.served_model import ServedModel
 from placement.topology import NUM_PHASES
+
+_INT32_MAX: Final = int(np.iinfo(np.int32).max)
 
 
 def check_sub_call(call: SubCall, model: ServedModel) -> None:
@@ -39,7 +42,7 @@ def _scalars(call: SubCall, model: ServedModel) -> list[FieldViolation]:
     ):
         if not 0 <= value < limit:
             found.append(FieldViolation(name, f"must lie in [0, {limit}) (got {value})"))
-    if not (call.timeout_s > 0 and np.isfinite(call.timeout_s)):
+    if not (call.timeout_s > 0 and math.isfinite(call.timeout_s)):
         found.append(
             FieldViolation("timeout_s", f"must be finite and above 0 (got {call.timeout_s})")
         )
@@ -86,10 +89,11 @@ def _contents(call: SubCall, model: ServedModel) -> list[FieldViolation]:
         ("pair_row", call.pair_row, call.rows.shape[0]),
         ("pair_expert", call.pair_expert, model.num_experts),
         ("pair_k", call.pair_k, model.top_k),
-        ("row_id", call.row_id, np.iinfo(np.int32).max),
-        ("pair_slot", call.pair_slot, np.iinfo(np.int32).max),
+        ("row_id", call.row_id, _INT32_MAX),
+        ("pair_slot", call.pair_slot, _INT32_MAX),
     ):
-        if array.size and (int(array.min()) < 0 or int(array.max()) >= limit):
+        # Read as unsigned a negative number is above every limit: one pass instead of two.
+        if array.size and int(array.view(np.uint32).max()) >= limit:
             found.append(
                 FieldViolation(
                     name, f"must lie in [0, {limit}) (got {int(array.min())}..{int(array.max())})"

@@ -129,9 +129,7 @@ def run(seed: int, *, windows: int = 12, quiet_s: float = 10.0) -> Outcome:
     try:
         check(world)
     except InvariantBroken as broken:
-        raise InvariantBroken(
-            f"{broken} [seed {seed}; replay: make sim FIRST_SEED={seed} SEEDS=1]"
-        ) from broken
+        raise InvariantBroken(f"{broken} [seed {seed}; replay: make sim SEED={seed}]") from broken
     return outcome_of(world, seed)
 
 

@@ -105,6 +105,10 @@ async def test_heat_changes_with_the_traffic_and_moves_show_their_reason() -> No
         assert f"L{move.layer} E{move.expert}" in row
         assert "running" in row
         await r.tab.until("document.querySelector('.pill.is-moving') !== null")
+        # The layer's devices show the replica on its way, in words.
+        await r.tab.ask("document.querySelector('.moves tbody tr:last-child .link').click()")
+        await r.tab.until("document.querySelector('.slot.in') !== null")
+        assert await r.text(".slot.in") == f"↓E{move.expert}copying"
 
         epoch = r.service.epoch
         r.service.finish_plan()

@@ -17,6 +17,7 @@ import pytest
 from moe_serve.client import AsyncClient, Client, Phase
 from moe_serve.client import aio as client_aio
 from moe_serve.client.link import CHECK_TIMEOUT_S, SILENCE_S
+from moe_serve.client.sync import CLOSE_WAIT_S
 from moe_serve.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -615,7 +616,9 @@ def test_closing_the_blocking_client_ends_calls_of_other_threads() -> None:
         deadline_s = time.monotonic() + 10
         while len(router.requests) < 4 and time.monotonic() < deadline_s:
             time.sleep(0.01)
+        began_s = time.monotonic()
         client.close()
+        assert time.monotonic() - began_s < CLOSE_WAIT_S / 2, "calls were failed, not waited for"
         for thread in threads:
             thread.join(10)
         assert not any(thread.is_alive() for thread in threads)

@@ -39,9 +39,11 @@ class Rig:
         self.client = aiohttp.ClientSession(trust_env=False)
 
     async def stop(self) -> None:
-        await self.client.close()
-        await self.page.stop()
-        await self.server.stop(0)
+        try:
+            await self.client.close()
+            await self.page.stop()
+        finally:
+            await self.server.stop(0)
 
     async def get(self, path: str, **more: Any) -> tuple[int, Mapping[str, str], bytes]:
         async with self.client.get(self.url + path, **more) as answer:

@@ -159,6 +159,17 @@ def test_the_flag_accepts_no_other_fault(tmp_path: Path) -> None:
     assert found.value.faults[0].line == _line(file, "slots")
 
 
+def test_the_flag_lets_nothing_else_in(tmp_path: Path) -> None:
+    # Written anew without its alias the file would pass.
+    file = _edited(
+        tmp_path,
+        ("service: tiny-moe", "service: &name tiny-moe"),
+        ("name: tiny-moe", "name: *name"),
+    )
+    with pytest.raises(ConfigInvalid, match="aliases"):
+        read_service_file(file, accept_insecure=True)
+
+
 def _check(node: str, *problems: str) -> NodeCheck:
     versions = {"moe-serve": "0.1.0", "ray": "2.60.0", "numba": "0.68.1", "pyzmq": "27.3.0"}
     return NodeCheck(NodeFacts(node, "10.0.0.1", versions, "present", 1 << 30, 1 << 31), problems)

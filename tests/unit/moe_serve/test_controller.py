@@ -402,7 +402,7 @@ async def test_a_controller_that_dies_taking_a_removal_back_loses_no_expert(
     async with controller(make_settings(tmp_path), cluster) as rig:
         await rig.ready()
         assert cluster.shard(rank) is keeper, "the last holder lives on"
-        assert all(rig.listed(expert) for expert in range(4))
+        await until(lambda: all(rig.listed(expert) for expert in range(4)))
 
 
 def shards(cluster: FakeCluster) -> list[FakeShardPort]:

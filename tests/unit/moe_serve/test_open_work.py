@@ -2,27 +2,48 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from moe_serve.errors import ResourceExhausted
+from moe_serve.ports import DType
+from moe_serve.router.checks import ForwardInput
 from moe_serve.router.dispatch import RouterCore
 from moe_serve.router.open_work import BUSY_RETRY_S, OpenWork
-from tests.fake_shards import FakeWorld, marker_spec, router_settings, until
-from tests.unit.moe_serve.test_router_dispatch import a_request
+from placement.topology import Phase
+from tests.fake_shards import HIDDEN, FakeWorld, marker_spec, router_settings, until
+
+
+def a_request(rows: int) -> ForwardInput:
+    return ForwardInput(
+        layer=1,
+        phase=Phase.DECODE,
+        dtype=DType.FLOAT32,
+        hidden=np.ones((rows, HIDDEN), np.float32),
+        topk_ids=np.tile(np.arange(2, dtype=np.int32), (rows, 1)),
+        gates=np.ones((rows, 2), np.float32),
+        valid=np.ones((rows, 2), np.uint8),
+        request_id="",
+        attempt=0,
+    )
+
+
+def take(work: OpenWork, rows: int) -> None:
+    with work.taken(rows):
+        pass
 
 
 def test_the_worked_example() -> None:
     work = OpenWork(2, 100)
-    first = work.taken(60)
-    first.__enter__()
-    with work.taken(40):
-        assert (work.requests, work.rows) == (2, 100)
-        with pytest.raises(ResourceExhausted, match="2 requests are open") as refused, work.taken(0):
-            pass
-        assert refused.value.retry_after_s == BUSY_RETRY_S
-    with pytest.raises(ResourceExhausted, match="60 rows are in work, 41 more"), work.taken(41):
-        pass
-    first.__exit__(None, None, None)
+    with work.taken(60):
+        with work.taken(40):
+            assert (work.requests, work.rows) == (2, 100)
+            with pytest.raises(ResourceExhausted, match="2 requests are open") as refused:
+                take(work, 0)
+            assert refused.value.retry_after_s == BUSY_RETRY_S
+        with pytest.raises(ResourceExhausted, match="60 rows are in work, 41 more"):
+            take(work, 41)
+        take(work, 40)
     assert (work.requests, work.rows, work.refused) == (0, 0, 2)
     with work.taken(1000):
         assert work.rows == 1000, "a request alone always fits"

@@ -1,0 +1,308 @@
+"""Right experts whatever happens: marker weights while every expert moves at least twice.
+
+Traffic goes through two routers, unary and stream, while ranks are emptied one after another. A
+third router is cut off from the controller: it hears of a new table only from a shard that refuses
+it, so its calls are stale, retried, and must be right all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from moe_serve.bootstrap.parts import moe_spec
+from moe_serve.config import ServiceConfig
+from moe_serve.ports import Cause, DType, RowStatus, SubCall, SubReply
+from moe_serve.router.actor import wire_channels
+from moe_serve.router.dispatch import RouterCore
+from moe_serve.router.service import RouterServer
+from moe_serve.router.settings import RouterSettings
+from moe_serve.wire.channel import ZmqShardChannel
+from placement.routing import RankAddress, RoutingTable
+from placement.topology import Phase
+from tests.marker_checkpoint import (
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    factor,
+    marker_oracle,
+    marker_rows,
+    write_marker_checkpoint,
+)
+from tests.service_cluster import (
+    Placement,
+    Service,
+    locations,
+    router_totals,
+    service_config,
+)
+from tests.traffic import TOLERANCE, Source, Traffic, Workload, draw, error_of
+
+RANKS = 4
+SLOTS = 8
+"""Three ranks hold all 16 experts, with room for the fourth to be empty."""
+COPY_BYTES_PER_S = 4096
+"""An expert of 768 bytes takes about 0.2 s, so that calls are served during copies."""
+ROUNDS_MAX = 16
+BURST = 24
+
+_T = TypeVar("_T")
+WORKLOAD = Workload(
+    lambda rng: draw(rng, marker_rows, layers=LAYERS, experts=EXPERTS, top_k=TOP_K), marker_oracle
+)
+
+
+class CutOffRouter:
+    """A real router, in this process, that the controller does not know."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        spec, layers = moe_spec(config)
+        self._settings = RouterSettings(
+            router="router-9",
+            router_number=9,
+            incarnation=1,
+            spec=spec,
+            checkpoint_layers=layers,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.core: RouterCore
+        self.server: RouterServer
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Run on the router's loop."""
+        return asyncio.run_coroutine_threadsafe(work(), self._loop).result(60.0)
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    @property
+    def counters(self) -> dict[str, float]:
+        async def ask() -> dict[str, float]:
+            return self.core.report(-1).counters
+
+        return self.run(ask)
+
+    @property
+    def table(self) -> RoutingTable:
+        table = self.core.role.table
+        assert table is not None
+        return table
+
+    @contextmanager
+    def serving(self, first: RankAddress) -> Iterator[CutOffRouter]:
+        """Serve under the table that a shard keeps now; whatever comes later is not told."""
+
+        async def start() -> None:
+            self.core = RouterCore(self._settings, wire_channels(None))
+            self.server = RouterServer(self.core)
+            await self.server.start()
+            channel = ZmqShardChannel(first)
+            table = await channel.fetch_table()
+            await channel.close()
+            assert table is not None
+            self.core.install_table(table, [self.server.address])
+
+        async def stop() -> None:
+            await self.server.stop(1.0)
+
+        self._thread.start()
+        try:
+            self.run(start)
+            yield self
+            self.run(stop)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5.0)
+            self._loop.close()
+
+    def ask_slot(self, address: RankAddress, layer: int, expert: int, slot: int, tag: int) -> Any:
+        """One pair of one row sent to one slot under a tag. Returns the row and the reply."""
+        row = marker_rows(np.random.default_rng(slot), 1)
+        call = SubCall(
+            router="router-9",
+            call_id=1,
+            sub_id=1,
+            request_key=1,
+            layer=layer,
+            phase=int(Phase.DECODE),
+            cause=Cause.FIRST,
+            incarnation=address.incarnation,
+            term=self.table.term,
+            epoch=self.table.epoch,
+            dtype=DType.FLOAT32,
+            timeout_s=10.0,
+            rows=row,
+            row_id=np.zeros(1, np.int32),
+            pair_row=np.zeros(1, np.int32),
+            pair_slot=np.array([slot], np.int32),
+            pair_tag=np.array([tag], np.int64),
+            pair_gate=np.ones(1, np.float32),
+            pair_k=np.zeros(1, np.int32),
+            pair_expert=np.array([expert], np.int32),
+        )
+
+        async def send() -> SubReply:
+            channel = ZmqShardChannel(address)
+            try:
+                return await channel.forward(call)
+            finally:
+                await channel.close()
+
+        return row, self.run(send)
+
+
+@pytest.fixture(scope="module")
+def service(deploy_service: Any, scratch: Path) -> Service:
+    checkpoint = write_marker_checkpoint(scratch / "marker")
+    deployed: Service = deploy_service(
+        service_config(
+            "marker",
+            str(checkpoint),
+            scratch / "state",
+            slots=SLOTS,
+            rebalance={"drain_wait_s": 1.0},
+            limits={"copy_bytes_per_s": COPY_BYTES_PER_S},
+        )
+    )
+    # What moves here is asked for; plans of the controller's own would only blur the count.
+    deployed.admin.pause("the test moves experts itself")
+    return deployed
+
+
+def both_ways(service: Service) -> list[Source]:
+    return [Source(address, stream) for address in service.routers for stream in (False, True)]
+
+
+class Watch:
+    """Looks at the placement while something moves, and counts calls answered during copies."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._before: int | None = None
+        self.during_copies = 0
+
+    def look(self, placement: Placement) -> None:
+        copying = any(slot.state == "COPYING" for rank in placement.ranks for slot in rank.slots)
+        answered = self._traffic.requests
+        if copying and self._before is not None:
+            self.during_copies += answered - self._before
+        self._before = answered if copying else None
+
+
+def empty_rank(service: Service, rank: int, watch: Watch) -> None:
+    """Move everything off a rank, then let it hold replicas again."""
+    service.admin.drain(rank)
+
+    def done(placement: Placement) -> bool:
+        watch.look(placement)
+        left = [slot for slot in placement.ranks[rank].slots if slot.layer >= 0]
+        return not left and placement.state == "paused"
+
+    service.wait(f"rank {rank} is empty", done)
+    service.admin.undrain(rank)
+
+
+def burst(router: CutOffRouter) -> Traffic:
+    """Calls through the router that nobody told of the newest table."""
+    sources = [
+        Source(router.address, stream, open_calls=4, pause_s=0.0) for stream in (False, True)
+    ]
+    traffic = Traffic(sources, WORKLOAD)
+    with traffic:
+        traffic.more(BURST)
+    return traffic
+
+
+def refilled(old: RoutingTable, new: RoutingTable) -> list[tuple[int, int, int, int, int, int]]:
+    """(rank, slot, old key, old tag, new key, new tag) of slots that hold another expert now."""
+
+    def held(table: RoutingTable) -> dict[tuple[int, int], tuple[int, int]]:
+        keys = np.repeat(np.arange(LAYERS * EXPERTS), np.diff(table.replica_ptr))
+        rows = zip(keys, table.replica_rank, table.replica_slot, table.replica_tag, strict=True)
+        return {(int(r), int(s)): (int(k), int(t)) for k, r, s, t in rows}
+
+    before, after = held(old), held(new)
+    return [
+        (*place, *before[place], *after[place])
+        for place in sorted(before.keys() & after.keys())
+        if before[place][0] != after[place][0]
+    ]
+
+
+def check_fence(router: CutOffRouter, old: RoutingTable, new: RoutingTable) -> int:
+    """Slots that were filled again: the old tag is refused, the new one served with the new
+    expert's weights. Returns how many there were."""
+    found = refilled(old, new)
+    for rank, slot, old_key, old_tag, key, tag in found:
+        address = new.address(rank)
+        assert address is not None
+        _, reply = router.ask_slot(address, *divmod(old_key, EXPERTS), slot, old_tag)
+        assert reply.row_status.tolist() == [RowStatus.STALE]
+        assert reply.partial.shape[0] == 0
+        assert (reply.term, reply.epoch) == new.order
+        row, reply = router.ask_slot(address, *divmod(key, EXPERTS), slot, tag)
+        assert reply.row_status.tolist() == [RowStatus.SERVED]
+        want = factor(*divmod(key, EXPERTS)) * row.astype(np.float64)
+        assert error_of(reply.partial, want) <= TOLERANCE
+    return len(found)
+
+
+def test_outputs_are_right_while_every_expert_moves_twice(service: Service) -> None:
+    start = service.wait_quiet()
+    assert len(locations(start)) == LAYERS * EXPERTS
+    moved: Counter[tuple[int, int]] = Counter(dict.fromkeys(locations(start), 0))
+    cut_off = CutOffRouter(service.config)
+    burst_requests, reused, worst = 0, 0, 0.0
+    first = next(rank for rank in start.ranks if rank.rank == 0)
+    address = RankAddress(
+        rank=0, node=first.node, address=first.address, incarnation=first.incarnation
+    )
+    traffic = Traffic(both_ways(service), WORKLOAD)
+    with cut_off.serving(address), traffic:
+        watch = Watch(traffic)
+        rounds = 0
+        while min(moved.values()) < 2:
+            assert rounds < ROUNDS_MAX, f"experts that did not move twice: {moved}"
+            before = locations(service.placement())
+            empty_rank(service, rounds % RANKS, watch)
+            after = locations(service.placement())
+            moved.update(key for key in after if before[key] != after[key])
+            old = cut_off.table
+            stale = burst(cut_off)
+            assert stale.failures == []
+            assert cut_off.table.order > old.order, "the cut-off router learnt nothing"
+            reused += check_fence(cut_off, old, cut_off.table)
+            burst_requests += stale.requests
+            worst = max(worst, stale.worst)
+            rounds += 1
+        traffic.more(20)
+        counters = cut_off.counters
+    end = service.wait_quiet()
+    totals = router_totals(end, ("requests", "failed", "retried_pairs", "stale_pairs"))
+    kinds = {k: int(n) - int(start.moves_done.get(k, 0)) for k, n in end.moves_done.items()}
+    print(
+        f"marker: {traffic.requests} requests ({traffic.per_s:.0f}/s, {watch.during_copies} during "
+        f"copies), {burst_requests} through the cut-off router; worst deviation "
+        f"{max(worst, traffic.worst):.1e}; {rounds} rounds, {sum(moved.values())} moves {kinds}, "
+        f"{reused} slots reused; routers {totals}; cut-off router: "
+        f"{ {n: counters[n] for n in ('retried_pairs', 'stale_pairs', 'tables_fetched')} }"
+    )
+    assert traffic.failures == []
+    assert all(traffic.sent[s.address, s.stream] for s in traffic.sources)
+    assert watch.during_copies >= 20
+    assert min(moved.values()) >= 2
+    assert kinds["migrate"] >= 2 * LAYERS * EXPERTS
+    assert reused >= 1
+    assert counters["stale_pairs"] >= rounds
+    assert counters["retried_pairs"] >= rounds
+    assert counters["failed"] == totals["failed"] == 0
