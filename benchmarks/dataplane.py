@@ -23,7 +23,7 @@ BLOCKS = 16
 """Blocks of each way at a size; even, so that each way comes first equally often."""
 FAN_OUT_CALLS = {1: 10, 8: 10, 64: 8, 512: 3}
 """Tokens of a call -> calls of a block."""
-THIN_CALLS = {1: 30, 8: 30, 64: 15, 512: 3}
+ECHO_CALLS = {1: 30, 8: 30, 64: 15, 512: 3}
 FULL_CALLS = {1: 15, 8: 6, 64: 3, 512: 1}
 BYTES_SHAPES = ((512, 4), (512, 8))
 """(tokens, experts a token): enough tokens that chance moves the rows by less than a percent."""
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         os.environ.update(actor_environment())  # read by the processes started from here on
         report = Report()
-        _thin_part(folder, options.seed, report)
+        _echo_part(folder, options.seed, report)
         _full_part(folder, options.seed, report)
     _say(*report.verdicts())
     ended = os.getloadavg()
@@ -58,28 +58,28 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _thin_part(folder: Path, seed: int, report: Report) -> None:
-    """Parts a, b, c, and the overhead of the path alone, with experts that cost next to nothing."""
+def _echo_part(folder: Path, seed: int, report: Report) -> None:
+    """Parts a, b, c, and the whole path, with identity experts that take no time."""
     import ray
 
     from benchmarks.dataplane_fleet import NUM_SHARDS, running_fleet
-    from benchmarks.dataplane_model import THIN, token_batch, write_checkpoint
+    from benchmarks.dataplane_model import ECHO, token_batch, write_checkpoint
 
-    checkpoint = write_checkpoint(folder / "thin", THIN, seed)
-    with running_fleet(checkpoint, folder / "manifests", THIN) as fleet:
+    checkpoint = write_checkpoint(folder / "echo", ECHO, seed)
+    with running_fleet(checkpoint, folder / "manifests", ECHO) as fleet:
         for tokens, calls in FAN_OUT_CALLS.items():
-            batch = token_batch(THIN, tokens, 4, seed)
+            batch = token_batch(ECHO, tokens, 4, seed)
             times = ray.get(fleet.fan_out.measure.remote(batch, BLOCKS, calls))
             report.add_fan_out(tokens, batch.label, times)
         _say(*report.fan_out_lines())
         for tokens, top_k in BYTES_SHAPES:
-            batch = token_batch(THIN, tokens, top_k, seed)
+            batch = token_batch(ECHO, tokens, top_k, seed)
             counted = ray.get(fleet.fan_out.count_bytes.remote(batch))
             report.add_bytes(batch.label, top_k, NUM_SHARDS, counted)
         _say(*report.bytes_lines())
-        for tokens, calls in THIN_CALLS.items():
-            _paths(fleet, token_batch(THIN, tokens, 4, seed), calls, report)
-        _say(*report.stream_lines(), *report.overhead_lines(THIN))
+        for tokens, calls in ECHO_CALLS.items():
+            _paths(fleet, token_batch(ECHO, tokens, 4, seed), calls, report)
+        _say(*report.stream_lines(), *report.overhead_lines(ECHO))
 
 
 def _full_part(folder: Path, seed: int, report: Report) -> None:

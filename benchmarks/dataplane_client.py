@@ -16,9 +16,9 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.dataplane_model import MODEL, ModelSize, TokenBatch
+from benchmarks.dataplane_model import MODEL, NO_TIME, ModelSize, TokenBatch
 from moe_serve.client import AsyncClient
-from moe_serve.shard.compute.numpy_backend import NumpyBackend
+from moe_serve.shard.compute.build import build_backend
 from moe_serve.shard.served_model import CheckpointSource
 from moe_serve.weights.checkpoint import Checkpoint
 from moe_serve.weights.manifest_cache import load_or_build
@@ -32,8 +32,11 @@ Run = Callable[[], Awaitable[np.ndarray]]
 
 @dataclass(frozen=True)
 class PathTimes:
-    """Median seconds of a call in each block, by path: local, stream, unary. `calls`: requests
-    that went to the router."""
+    """Median seconds of a call in each block, by path. `calls`: requests that went to the router.
+
+    `local_s` is of the size's own backend in the front end's process; of "emulated" it is how long
+    the identity takes, no more.
+    """
 
     local_s: list[float]
     stream_s: list[float]
@@ -101,10 +104,10 @@ async def _block(run: Run, calls: int) -> float:
 def _local(
     checkpoint: Path, manifests: Path, size: ModelSize, batch: TokenBatch
 ) -> Callable[[], np.ndarray]:
-    """The batch through a numpy backend in this process that holds every expert, slot = expert."""
+    """The batch through a backend in this process that holds every expert, slot = expert."""
     opened = Checkpoint.open(checkpoint, MODEL)
     source = CheckpointSource(opened, load_or_build(opened, "float32", manifests))
-    backend = NumpyBackend(size.expert)
+    backend = build_backend(size.backend, size.expert, profile=NO_TIME)
     for expert in range(size.num_experts):
         blob = np.empty(size.expert.canonical_bytes, np.uint8)
         source.read_into(0, expert, blob.data)

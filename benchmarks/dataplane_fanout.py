@@ -211,13 +211,3 @@ class FanOut:
             await way(calls)
             seconds.append(time.perf_counter() - began_s)
         return median(seconds)
-
-    def pid(self): return __import__("os").getpid()
-    async def one_way(self, batch, way, n):
-        calls = await self._calls_of(batch)
-        run = self._by_wire if way == "wire" else self._by_ray
-        for _ in range(20): await run(calls)
-        s=[]
-        for _ in range(n):
-            t=time.perf_counter(); await run(calls); s.append(time.perf_counter()-t)
-        return median(s), min(s)

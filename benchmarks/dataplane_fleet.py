@@ -7,7 +7,6 @@ Responsible for starting, filling and ending the parts. Must never measure. Call
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import Any
 import ray
 
 from benchmarks.dataplane_fanout import FanOut, remote_array_shard
-from benchmarks.dataplane_model import MODEL, VERSION, ModelSize
+from benchmarks.dataplane_model import MODEL, NO_TIME, VERSION, ModelSize
 from benchmarks.environment import ROOT, THREAD_VARIABLES
 from moe_serve.router.actor import RouterActor, RouterRemote
 from moe_serve.router.settings import RouterSettings
@@ -31,16 +30,12 @@ from placement.messages.codec import encode
 from placement.messages.effects import CopyExpert, CopySource, ReserveSlot, VerifyExpert
 from placement.messages.events import ExpertVerified, SlotReserved
 from placement.routing import RankAddress, RoutingTable, build_table
-from placement.topology import DeviceProfile
 
 NUM_SHARDS = 4
 TERM = 1
 INCARNATION = 1
 COPY_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 120.0
-_PROFILE = DeviceProfile(
-    name="no time", flops_per_s=math.inf, memory_bytes_per_s=math.inf, copy_bytes_per_s=1e9
-)
 
 
 def actor_environment() -> dict[str, str]:
@@ -107,7 +102,7 @@ def _shard_settings(rank: int, checkpoint: Path, manifests: Path, size: ModelSiz
         incarnation=INCARNATION,
         node="here",
         failure_domain="here",
-        profile=_PROFILE,
+        profile=NO_TIME,
         backend=size.backend,
         num_slots=num_slots,
         budget_bytes=num_slots * size.expert.held_bytes,

@@ -7,6 +7,7 @@ dataplane modules.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,14 @@ import safetensors.numpy
 
 from moe_serve.shard.compute.base import ExpertSpec
 from moe_serve.shard.compute.build import BackendName
-from placement.topology import MoeSpec
+from placement.topology import DeviceProfile, MoeSpec
 
 MODEL = "dataplane"
 VERSION = "v1"
+NO_TIME = DeviceProfile(
+    name="no time", flops_per_s=math.inf, memory_bytes_per_s=math.inf, copy_bytes_per_s=1e9
+)
+"""Device of the emulated backend: it adds no time to a forward."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class BytesFound:
 class PathsFound:
     """Parts b and d at one size. Times in ms."""
 
-    intermediate_size: int
+    backend: str
     tokens: int
     label: str
     local_ms: Figure
@@ -109,7 +109,7 @@ class Report:
         """Parts b and d at one size; `compute_s` of all shards over all requests of `times`."""
         self.paths.append(
             PathsFound(
-                size.intermediate_size,
+                size.backend,
                 len(batch.hidden),
                 batch.label,
                 figure(times.local_s).scaled(1e3),
@@ -131,7 +131,7 @@ class Report:
         ]
         found += [
             Bar(f"b  stream / unary, {one.label}", STREAM_BAR, one.stream_to_unary)
-            for one in self._thin()
+            for one in self._echo()
             if one.tokens in STREAM_BAR_TOKENS
         ]
         for one in self.bytes_:
@@ -174,7 +174,7 @@ class Report:
         """Table of part b."""
         rows = [
             [one.label, one.stream_ms.text(2), one.unary_ms.text(2), one.stream_to_unary.text()]
-            for one in self._thin()
+            for one in self._echo()
         ]
         return table(["b  public API", "stream ms", "unary ms", "stream / unary"], rows)
 
@@ -190,9 +190,9 @@ class Report:
                 one.stream_to_local.text(2),
             ]
             for one in self.paths
-            if one.intermediate_size == size.intermediate_size
+            if one.backend == size.backend
         ]
-        name = f"d  F = {size.intermediate_size}, {size.num_experts} experts"
+        name = f"d  {size.num_experts} experts, {size.backend}"
         header = [name, "local ms", "whole path ms", "shards' compute ms", "added ms"]
         return table([*header, "path / local"], rows)
 
@@ -217,6 +217,5 @@ class Report:
             ],
         }
 
-    def _thin(self) -> list[PathsFound]:
-        least = min((one.intermediate_size for one in self.paths), default=0)
-        return [one for one in self.paths if one.intermediate_size == least]
+    def _echo(self) -> list[PathsFound]:
+        return [one for one in self.paths if one.backend == "emulated"]

@@ -242,6 +242,8 @@ def _start(plan: PartsPlan, wait_s: float, progress: Progress, fail_point: str |
         state: Mapping[str, Any] = ray.get(controller.describe.remote(), timeout=30.0)
         if state["ready"]:
             break
+        if state["refused"] or state["fault"]:
+            raise StartRefused(str(state["refused"] or state["fault"]))
         if time.monotonic() > deadline_s:
             problems: Sequence[str] = state["problems"]
             raise StartRefused(

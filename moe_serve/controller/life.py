@@ -54,15 +54,7 @@ class Life:
         self._tasks = Tasks()
         self._ended = False
         engine, limits, config = beginning.engine, settings.supervision, settings.config
-        spec = settings.spec
-        folder = LoadFolder(
-            num_layers=spec.num_layers,
-            num_experts=spec.num_experts,
-            num_ranks=len(settings.ranks),
-            window_s=config.window_s,
-            sub_windows=config.sub_windows,
-            start_s=self.clock.now_s(),
-        )
+        folder = self._folder()
         self.supervision = Supervision(
             fleet,
             limits=limits,
@@ -101,18 +93,7 @@ class Life:
             fenced=self._fenced,
         )
         self.supervision.publisher = self.publisher
-        self.supervision.polls = Polls(
-            fleet,
-            term=self.term,
-            config=config,
-            limits=limits,
-            clock=self.clock,
-            parts=self.parts,
-            folder=folder,
-            host=self.supervision,
-            post=self._post,
-            fenced=self._fenced,
-        )
+        self.supervision.polls = self._polls(folder)
         self.driver = Driver(
             engine,
             journal=self.journal,
@@ -123,6 +104,31 @@ class Life:
             parts=lambda: tuple(self.parts.names),
             fail_points=fail_points,
             snapshot_every=settings.journal.snapshot_every,
+        )
+
+    def _folder(self) -> LoadFolder:
+        config, spec = self.settings.config, self.settings.spec
+        return LoadFolder(
+            num_layers=spec.num_layers,
+            num_experts=spec.num_experts,
+            num_ranks=len(self.settings.ranks),
+            window_s=config.window_s,
+            sub_windows=config.sub_windows,
+            start_s=self.clock.now_s(),
+        )
+
+    def _polls(self, folder: LoadFolder) -> Polls:
+        return Polls(
+            self._fleet,
+            term=self.term,
+            config=self.settings.config,
+            limits=self.settings.supervision,
+            clock=self.clock,
+            parts=self.parts,
+            folder=folder,
+            host=self.supervision,
+            post=self._post,
+            fenced=self._fenced,
         )
 
     async def run(self) -> None:

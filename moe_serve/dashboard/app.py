@@ -232,7 +232,8 @@ class Page:
             async with contextlib.aclosing(updates(self._feed, after)) as batches:
                 async for batch in batches:
                     data = b"".join(event.encoded() for event in batch)
-                    await asyncio.wait_for(response.write(data), self._settings.write_timeout_s)
+                    async with asyncio.timeout(self._settings.write_timeout_s):
+                        await response.write(data)
 
     async def _close(self, _app: web.Application) -> None:
         for task in list(self._clients):

@@ -170,7 +170,9 @@ class Feed:
     async def _watch_all(self) -> None:
         async with self._channel() as channel:
             try:
-                await asyncio.wait_for(channel.channel_ready(), self._settings.connect_timeout_s)
+                # Not wait_for: where the channel is ready as the page stops, it loses the stop.
+                async with asyncio.timeout(self._settings.connect_timeout_s):
+                    await channel.channel_ready()
             except TimeoutError:
                 raise TimeoutError(
                     f"no answer from {self._settings.admin_address} "

@@ -31,6 +31,9 @@ from moe_serve.wire.sockets import (
     WATCHED_EVENTS,
     WireOptions,
     apply_options,
+    has_input,
+    receive_frames,
+    send_frames,
 )
 from moe_serve.wire.wire_messages import ErrorReply, FetchTable, Probe, Probed, Table, WireMessage
 from placement.routing import RankAddress, RoutingTable
@@ -206,12 +209,12 @@ class ZmqShardChannel:
         if self._unsent or not self._sent(frames):
             self._unsent[key] = frames
         # Sending may have taken the descriptor's only word of an answer that came meanwhile.
-        if _has_input(self._socket):
+        if has_input(self._socket):
             self._loop.call_soon(self._pump)
 
     def _sent(self, frames: list[Buffer]) -> bool:
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            send_frames(self._socket, frames)
         except zmq.Again:
             return False
         return True
@@ -221,9 +224,9 @@ class ZmqShardChannel:
         if self._closed:
             return
         for _ in range(RECEIVE_BURST):
-            if not _has_input(self._socket):
+            if not has_input(self._socket):
                 break
-            self._take(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            self._take(receive_frames(self._socket))
         else:
             self._loop.call_soon(self._pump)
         while self._unsent:
@@ -255,7 +258,7 @@ class ZmqShardChannel:
             waiting.set_result(message)
 
     def _watch(self) -> None:
-        while not self._closed and _has_input(self._monitor):
+        while not self._closed and has_input(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
             if event & UP_EVENTS:
                 self._connected = True
@@ -281,7 +284,3 @@ class ZmqShardChannel:
 
     def _lost(self, reason: str) -> MoeServeError:
         return WireLost(f"rank {self._address.rank} at {self._address.address}: {reason}")
-
-
-def _has_input(socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

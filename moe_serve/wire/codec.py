@@ -178,8 +178,9 @@ def _decode_forward(frames: Frames, call_id: int, sub_id: int) -> SubCall:
     router = read_text(rest, name_bytes, NAME_BYTES_MAX, "router")
     check_bytes(frames[1], num_pairs * _PAIR_BYTES + num_rows * _ROW_BYTES, "index")
     check_bytes(frames[2], num_rows * hidden * dtype.itemsize, "rows")
-    index, at = frames[1], 8 * num_pairs
-    int32 = [view(index, np.int32, at + 4 * num_pairs * (i + 1), num_pairs) for i in range(4)]
+    # One view of all that has four bytes: its pieces are then slices, not views of their own.
+    words = view(frames[1], np.int32, 8 * num_pairs, 5 * num_pairs + num_rows)
+    pairs = words[: 5 * num_pairs].reshape(5, num_pairs)
     return SubCall(
         router=router,
         call_id=call_id,
@@ -194,13 +195,13 @@ def _decode_forward(frames: Frames, call_id: int, sub_id: int) -> SubCall:
         dtype=dtype,
         timeout_s=timeout_s,
         rows=view(frames[2], dtype.numpy, 0, num_rows * hidden).reshape(num_rows, hidden),
-        row_id=view(index, np.int32, _PAIR_BYTES * num_pairs, num_rows),
-        pair_row=int32[0],
-        pair_slot=int32[1],
-        pair_tag=view(index, np.int64, 0, num_pairs),
-        pair_gate=view(index, np.float32, at, num_pairs),
-        pair_k=int32[2],
-        pair_expert=int32[3],
+        row_id=words[5 * num_pairs :],
+        pair_row=pairs[1],
+        pair_slot=pairs[2],
+        pair_tag=view(frames[1], np.int64, 0, num_pairs),
+        pair_gate=pairs[0].view(np.float32),
+        pair_k=pairs[3],
+        pair_expert=pairs[4],
     )
 
 

@@ -24,7 +24,13 @@ from moe_serve.errors import InvalidArgument, StartRefused
 from moe_serve.wire.codec import decode, encode
 from moe_serve.wire.frame import Buffer, Frames, read_ids
 from moe_serve.wire.security import ServerSecurity, secure_server, zap_answer
-from moe_serve.wire.sockets import WireOptions, apply_options
+from moe_serve.wire.sockets import (
+    WireOptions,
+    apply_options,
+    has_input,
+    receive_frames,
+    send_frames,
+)
 from moe_serve.wire.wire_messages import Answer, ErrorReply, WireMessage
 
 OUTBOX_MESSAGES_MAX = 65_536
@@ -209,10 +215,9 @@ class WireServer:
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         for _ in range(RECEIVE_BURST):
-            try:
-                parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not has_input(socket):
                 return
+            parts = receive_frames(socket)
             peer, frames = parts[0].bytes, [part.buffer for part in parts[1:]]
             self._handle(peer, frames)
 
@@ -232,11 +237,7 @@ class WireServer:
         while self._outbox:
             peer, frames = self._outbox.popleft()
             try:
-                socket.send_multipart(
-                    [peer, *frames],
-                    zmq.NOBLOCK,
-                    copy=False,
-                )
+                send_frames(socket, (peer, *frames))
             except zmq.ZMQError as error:
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise

@@ -1,18 +1,30 @@
 """Options of every socket of the wire, and the monitor's words.
 
 Responsible for the options without which ZeroMQ hides failure: IMMEDIATE, bounded queues, no
-linger, a message limit, heartbeats. Must never read or write messages. Called by channel, server
-and copy client.
+linger, a message limit, heartbeats; and for moving frames in and out without a wait. Must never
+look into a message. Called by channel, server and copy client.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import zmq
 
-from moe_serve.wire.frame import MESSAGE_BYTES_MAX
+from moe_serve.wire.frame import MESSAGE_BYTES_MAX, Buffer
+
+# Plain numbers: pyzmq's enumerations cost more to combine than a small frame does to send.
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+
+COPY_BYTES_MAX: Final = 256 * 1024
+"""Frames up to this size are copied into ZeroMQ; larger ones are referred to until they are sent.
+Referring costs a message to pyzmq's own collector thread, which has to take the interpreter's lock:
+more than the copy up to about this size (measured at 175 KiB and 2 MiB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +61,30 @@ def apply_options(socket: zmq.Socket[Any], options: WireOptions) -> None:
     socket.handshake_ivl = _ms(options.handshake_s)
     socket.reconnect_ivl = _ms(options.reconnect_s)
     socket.reconnect_ivl_max = _ms(options.reconnect_max_s)
+
+
+def has_input(socket: zmq.Socket[Any]) -> bool:
+    """Whether a message waits; asking is cheaper than an exception that says no."""
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
+
+
+def receive_frames(socket: zmq.Socket[Any]) -> list[zmq.Frame]:
+    """A waiting message, not copied. Raises zmq.Again where none waits."""
+    frame = socket.recv(_NOBLOCK, copy=False)
+    frames = [frame]
+    while frame.more:
+        frame = socket.recv(_NOBLOCK, copy=False)
+        frames.append(frame)
+    return frames
+
+
+def send_frames(socket: zmq.Socket[Any], frames: Sequence[Buffer]) -> None:
+    """Send a message, whole or not at all. Raises zmq.Again where the queue is full, or
+    zmq.ZMQError."""
+    last = len(frames) - 1
+    for i, frame in enumerate(frames):
+        size = frame.nbytes if isinstance(frame, memoryview) else len(frame)
+        socket.send(frame, _NOBLOCK if i == last else _MORE, copy=size <= COPY_BYTES_MAX)
 
 
 UP_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from placement.engine.outlook import scenarios_of
-from placement.engine.runs import cleanup_plan, start_run
+from placement.engine.runs import RETRY_S, cleanup_plan, start_run
 from placement.engine.state import (
     NEVER_S,
     Outstanding,
@@ -25,9 +25,6 @@ from placement.planner import reachable_floor
 from placement.policy.base import PolicyInput
 from placement.topology import Topology
 
-RETRY_S = 5.0
-"""Wait before a cause whose plan failed or was empty is tried again; a change of ranks ends the
-wait at once."""
 SPOKEN_FOR = frozenset({"repair", "budget", "drain"})
 
 
@@ -212,11 +209,6 @@ def ask_target(
             deadline_s=deadline_s,
         )
     )
-
-
-def back_off(turn: Turn, cause: str) -> None:
-    """Do not ask again for this cause for a while."""
-    turn.state.retry_at_s[cause] = turn.at_s + RETRY_S
 
 
 def forget_outstanding(turn: Turn) -> Outstanding:

@@ -23,6 +23,9 @@ from placement.layout import SlotId
 from placement.migration import AddState, RemoveState, is_terminal
 from placement.planner.plan import Move, MoveKind, Plan, PlannedStep, StepKind
 
+RETRY_S = 5.0
+"""Wait before a cause whose plan failed or was empty is tried again; a change of ranks ends the
+wait at once."""
 QUIET_CAUSES = frozenset({"initial", "cleanup"})
 """Causes whose moves are too many and too plain for a record each."""
 
@@ -186,6 +189,11 @@ def did_its_work(step: StepRun) -> bool:
     )
 
 
+def back_off(turn: Turn, cause: str) -> None:
+    """Do not ask again for this cause for a while."""
+    turn.state.retry_at_s[cause] = turn.at_s + RETRY_S
+
+
 def finish_run(turn: Turn) -> None:
     """Close the running plan: all its steps have ended, or wait verified for the first table
     (parked)."""
@@ -204,15 +212,17 @@ def finish_run(turn: Turn) -> None:
         steps = steps_of.get(move.move_id, [])
         whole = bool(steps) and all(did_its_work(s) or not has_ended(s) for s in steps)
         done += whole
-        if whole:
+        if whole and run.cause != "initial":  # the first fill of empty ranks moves nothing
             state.moves_done[move.kind.value] = state.moves_done.get(move.kind.value, 0) + 1
-        else:
+        elif not whole:
             state.moves_aborted += 1
         if run.cause not in QUIET_CAUSES:
             why = next((s.why for s in steps if s.why), "cancelled")
             took = f"done in {turn.at_s - run.started_at_s:.3f} s" if whole else why
             _record_move(turn, run, move, "done" if whole else "aborted", took)
     whole_plan = done == len(run.plan.moves) and run.state is RunState.RUNNING
+    if not done and run.plan.moves:
+        back_off(turn, run.cause)  # what failed whole would fail whole again at once
     turn.record(
         "plan_done",
         "done" if whole_plan else "aborted",

@@ -6,7 +6,7 @@ step.
 
 from __future__ import annotations
 
-from placement.engine.needs import RETRY_S
+from placement.engine.runs import RETRY_S
 from placement.engine.ranks import drop_silent_ranks
 from placement.engine.state import NEVER_S, RankStatus
 from placement.engine.supervise import pass_deadlines

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from placement.engine.needs import SPOKEN_FOR, ask_target, back_off, forget_outstanding
+from placement.engine.needs import SPOKEN_FOR, ask_target, forget_outstanding
 from placement.engine.outlook import expected_balance, has_demand, realised_gain, take_window
-from placement.engine.runs import start_run
+from placement.engine.runs import back_off, start_run
 from placement.engine.state import Outstanding, PlanAsk, StoredPlan, short_hash
 from placement.engine.turn import Turn
 from placement.layout import LayoutError

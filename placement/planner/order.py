@@ -151,7 +151,7 @@ def _run(
         done = [] if first_evicts else _play_adds(play, adds, drafts, topology, limits, wave)
         gone = _play_removals(play, removals, wave)
         if not done and not gone and not first_evicts:
-            return _stuck(adds, removals, drafts, play)
+            return _stuck(adds, drafts)
         if done or gone:
             wave += 1
         else:
@@ -244,8 +244,8 @@ def _play_removals(play: _Play, removals: list[_Removal], wave: int) -> list[_Re
         if removal.needs_add and removal.draft not in play.added:
             continue
         rest = play.listed[removal.key] - {removal.slot}
-        if len(rest) < play.need[removal.key]:
-            continue
+        # A paired removal follows its add; unpaired ones are those the target does without.
+        assert len(rest) >= play.need[removal.key], f"{removal.slot} is needed by the floor"
         after: tuple[int, ...] = (play.added[removal.draft],) if removal.needs_add else ()
         if len(rest & play.original[removal.key]) < play.need[removal.key]:
             after = tuple(sorted(set(after) | set(play.adds_of.get(removal.key, ()))))
@@ -262,16 +262,11 @@ def _play_removals(play: _Play, removals: list[_Removal], wave: int) -> list[_Re
     return gone
 
 
-def _stuck(
-    adds: list[int], removals: list[_Removal], drafts: list[Draft], play: _Play
-) -> tuple[int, str]:
-    if adds:
-        worst = max(adds)
-        ranks = sorted({drafts[i].target for i in adds})
-        return worst, f"ranks {ranks} have no empty slot and cannot free one first"
-    worst_removal = max(removals, key=lambda r: (r.draft, r.slot))
-    held = sorted({slot.rank for slot in play.listed[worst_removal.key]})
-    return worst_removal.draft, f"ranks {held} hold the last replicas the floor asks for"
+def _stuck(adds: list[int], drafts: list[Draft]) -> tuple[int, str]:
+    """The latest add to leave out: whatever is left waits, in the end, for an add without room."""
+    assert adds, "a removal without an add is never held back"
+    ranks = sorted({drafts[i].target for i in adds})
+    return max(adds), f"ranks {ranks} have no empty slot and cannot free one first"
 
 
 def _staging_broken(

@@ -20,9 +20,14 @@ from tests.fakes.placement_service import FakePlacementService, Script, serve
 
 PROGRAM = chromium()
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(
-    PROGRAM is None, reason="chromium is not installed: the page is not looked at"
-)
+# One loop for all tests: gRPC serves every loop of a process with one poller, and a loop that has
+# been closed disturbs it.
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(
+        PROGRAM is None, reason="chromium is not installed: the page is not looked at"
+    ),
+]
 
 DRAWN = "Number(document.querySelector('.map canvas')?.dataset.window)"
 WORTH = "document.documentElement.dataset.worth"
@@ -88,7 +93,6 @@ def colours(png: bytes) -> int:
     return len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0))
 
 
-@pytest.mark.asyncio
 async def test_heat_changes_with_the_traffic_and_moves_show_their_reason() -> None:
     async with rig(Script(domain_windows=1)) as r:
         first = await r.tab.ask(PIXELS)
@@ -123,7 +127,6 @@ async def test_heat_changes_with_the_traffic_and_moves_show_their_reason() -> No
         assert colours(await r.tab.picture()) > 100, "a heat map has many colours"
 
 
-@pytest.mark.asyncio
 async def test_a_large_model_is_drawn_cell_by_cell_in_every_mode() -> None:
     script = Script(layers=58, experts=256, ranks=32, pairs=200_000)
     async with rig(script, "#mode=share&layer=7") as r:
@@ -143,7 +146,6 @@ async def test_a_large_model_is_drawn_cell_by_cell_in_every_mode() -> None:
         assert len(await r.tab.ask("[...document.querySelectorAll('.rank')].map((x) => 1)")) == 32
 
 
-@pytest.mark.asyncio
 async def test_keys_move_a_cell_that_is_read_out() -> None:
     async with rig(Script()) as r:
         await r.tab.ask("document.querySelector('.map canvas').focus()")
@@ -162,7 +164,6 @@ async def test_keys_move_a_cell_that_is_read_out() -> None:
         await r.tab.until("location.hash.includes('layer=3')")
 
 
-@pytest.mark.asyncio
 async def test_old_heat_is_never_shown_as_live() -> None:
     async with rig(Script(), stale_windows=2.0) as r:
         await r.tab.until(f"{WORTH} === 'stale'")
@@ -178,7 +179,6 @@ async def test_old_heat_is_never_shown_as_live() -> None:
         assert await r.tab.ask(f"{DRAWN} > 0 && document.querySelector('.veil') !== null")
 
 
-@pytest.mark.asyncio
 async def test_names_from_the_controller_are_text() -> None:
     script = Script(model="<img src=x onerror=alert(1)>", problems=["<script>boom()</script> now"])
     async with rig(script) as r:
@@ -187,7 +187,6 @@ async def test_names_from_the_controller_are_text() -> None:
         assert await r.tab.ask("document.querySelectorAll('h1 img, .banner script').length") == 0
 
 
-@pytest.mark.asyncio
 async def test_a_script_writes_the_picture_for_readme(tmp_path: Path) -> None:
     async with rig(Script()) as r:
         out = tmp_path / "page.png"

@@ -1,5 +1,5 @@
-"""What every RouterPort does: the controllers' fake, and the real one over an actor's methods in this
-process. Ray's own part, carrying the calls, is played by `InProcess`."""
+"""What every RouterPort does: the controllers' fake, and the real one over an actor's methods in
+this process. Ray's own part, carrying the calls, is played by `InProcess`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from msgspec.structs import replace
+from ray.exceptions import RayActorError, RayTaskError
 
 from moe_serve.errors import InvalidArgument, StaleTerm, StartRefused, Unavailable
 from moe_serve.ports import NodeInfo, RouterPort, RouterReport
@@ -48,10 +49,12 @@ class InProcess:
 
         async def remote(self, *arguments: Any) -> Any:
             if self._handle.dead:
-                from ray.exceptions import RayActorError
-
                 raise RayActorError
-            return await self._call(*arguments)
+            try:
+                return await self._call(*arguments)
+            except Exception as error:
+                # What an actor raises arrives as Ray's error and not as itself.
+                raise RayTaskError(self._call.__name__, "", error) from error
 
 
 class Rig:

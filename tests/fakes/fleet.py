@@ -295,8 +295,9 @@ FakePart = FakeShardPort | FakeRouterPort
 
 @dataclass
 class FakeCluster:
-    """What outlives controllers. `refuse`: words of StartRefused for the next creations, by rank or
-    router name. `faults`: what a check found wrong."""
+    """What outlives controllers. `refuse`: words of StartRefused for the next creation, by rank or
+    router name; for every one where the place is in `refuse_always`. `faults`: what a check found
+    wrong."""
 
     spec: MoeSpec
     profile: str
@@ -307,6 +308,7 @@ class FakeCluster:
     parts: dict[str, FakePart] = field(default_factory=dict)
     terms: set[int] = field(default_factory=set)
     refuse: dict[str, str] = field(default_factory=dict)
+    refuse_always: set[str] = field(default_factory=set)
     created: list[str] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
     tables: list[RoutingTable] = field(default_factory=list)
@@ -428,7 +430,10 @@ class FakeFleet:
 
     def _may_create(self, place: str, name: str) -> None:
         if place in self.cluster.refuse:
-            raise StartRefused(self.cluster.refuse.pop(place))
+            why = self.cluster.refuse[place]
+            if place not in self.cluster.refuse_always:
+                del self.cluster.refuse[place]
+            raise StartRefused(why)
         self.cluster.created.append(name)
 
 

@@ -56,13 +56,13 @@ def serve_wire(handshake_s: float, keys: bool) -> None:
     def echo(message: WireMessage, reply: Reply) -> None:
         if isinstance(message, SubCall):
             served = [RowStatus.SERVED] * len(message.rows)
-            reply(
-                sub_reply(message.rows, served, call_id=message.call_id, sub_id=message.sub_id)
-            )
+            reply(sub_reply(message.rows, served, call_id=message.call_id, sub_id=message.sub_id))
 
     own, client = CurveKeys.generate(), CurveKeys.generate()
     security = ServerSecurity(own, frozenset({client.public})) if keys else None
-    server = WireServer(echo, options=WireOptions(handshake_s=handshake_s), security=security)
+    # Heartbeats would end a peer that never finishes a message, and hide what the limit does.
+    options = WireOptions(handshake_s=handshake_s, heartbeat_s=60.0, heartbeat_timeout_s=120.0)
+    server = WireServer(echo, options=options, security=security)
     address = server.bind()
     server.start()
     print(" ".join([address, *((own.public, client.public, client.secret) if keys else ())]))

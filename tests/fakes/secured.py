@@ -47,9 +47,7 @@ class NobodyAtHome:
 
 
 def controller_settings(folder: Path, **changes: Any) -> ControllerSettings:
-    profile = DeviceProfile(
-        name="p", flops_per_s=1e9, memory_bytes_per_s=1e9, copy_bytes_per_s=1e9
-    )
+    profile = DeviceProfile(name="p", flops_per_s=1e9, memory_bytes_per_s=1e9, copy_bytes_per_s=1e9)
     values: dict[str, Any] = {
         "service_id": "s",
         "spec": marker_spec(),

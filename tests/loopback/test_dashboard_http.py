@@ -12,12 +12,17 @@ import grpc
 import pytest
 from yarl import URL
 
+from moe_serve.dashboard.actor import DashboardActor
 from moe_serve.dashboard.app import Page, load_assets
 from moe_serve.dashboard.feed import Feed
-from moe_serve.dashboard.server import DashboardServer, DashboardThread, bind
+from moe_serve.dashboard.server import DashboardServer, bind
 from moe_serve.dashboard.settings import DashboardSettings
 from moe_serve.errors import StartRefused
 from tests.fakes.placement_service import FakePlacementService, Script, serve
+
+# One loop for all tests: gRPC serves every loop of a process with one poller, and a loop that has
+# been closed disturbs it.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 WAIT_S = 20.0
 PATHS = ["", "static/app.js", "api/v1/frame", "api/v1/stream", "nothing/here"]
@@ -117,7 +122,6 @@ async def first(answer: aiohttp.ClientResponse, wanted: Callable[[str, Any], boo
     raise AssertionError("the stream ended")
 
 
-@pytest.mark.asyncio
 async def test_the_page_and_its_modules_are_served_under_the_policy() -> None:
     async with rig() as r:
         for path, kind in [("", "text/html"), ("static/app.js", "text/javascript")]:
@@ -133,7 +137,6 @@ async def test_the_page_and_its_modules_are_served_under_the_policy() -> None:
             assert answer.status == 200
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost.:80", ""])
 async def test_a_foreign_host_is_refused_on_every_path_and_method(host: str) -> None:
     async with rig() as r:
@@ -144,7 +147,6 @@ async def test_a_foreign_host_is_refused_on_every_path_and_method(host: str) -> 
                     assert "script-src 'self'" in answer.headers["Content-Security-Policy"]
 
 
-@pytest.mark.asyncio
 async def test_the_bound_host_and_localhost_are_let_in() -> None:
     async with rig() as r:
         port = URL(r.url).port
@@ -152,7 +154,6 @@ async def test_the_bound_host_and_localhost_are_let_in() -> None:
             assert (await r.get("", headers={"Host": host}))[0] == 200
 
 
-@pytest.mark.asyncio
 async def test_a_foreign_origin_is_refused_and_our_own_is_not() -> None:
     async with rig() as r:
         for path in PATHS[:-1]:
@@ -161,7 +162,6 @@ async def test_a_foreign_origin_is_refused_and_our_own_is_not() -> None:
         assert (await r.get("", headers={"Origin": r.url.rstrip("/")}))[0] == 200
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 async def test_the_page_is_read_only(method: str) -> None:
     async with rig() as r:
@@ -171,7 +171,6 @@ async def test_the_page_is_read_only(method: str) -> None:
         assert not {"Pause", "SetBudget", "ApplyPlan"} & set(r.service.calls)
 
 
-@pytest.mark.asyncio
 async def test_no_path_of_a_request_reaches_a_disk() -> None:
     async with rig() as r:
         for path in (
@@ -187,7 +186,6 @@ async def test_no_path_of_a_request_reaches_a_disk() -> None:
                 assert answer.status == 404, path
 
 
-@pytest.mark.asyncio
 async def test_a_frame_has_a_tag_until_the_next_window() -> None:
     async with rig() as r:
         status, headers, _ = await r.get("api/v1/frame")
@@ -204,7 +202,6 @@ async def test_a_frame_has_a_tag_until_the_next_window() -> None:
         assert (await r.get("api/v1/frame", headers=tag))[0] == 200
 
 
-@pytest.mark.asyncio
 async def test_the_stream_brings_frames_placement_moves_and_reasons() -> None:
     async with rig() as r, r.stream() as answer:
         assert answer.headers["Content-Type"] == "text/event-stream"
@@ -226,7 +223,6 @@ async def test_the_stream_brings_frames_placement_moves_and_reasons() -> None:
         assert [move["plan_id"] for move in document["moves"]] == [moves[0]["plan_id"]] * len(moves)
 
 
-@pytest.mark.asyncio
 async def test_a_reconnect_gets_only_the_records_it_lacks() -> None:
     async with rig() as r:
         for n in range(3):
@@ -251,7 +247,6 @@ async def test_a_reconnect_gets_only_the_records_it_lacks() -> None:
         assert len(data) == 4
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("after", ["-1", "x", "", "1e3", "9" * 40, "%D9%A1"])
 async def test_events_after_what_is_no_number_are_refused(after: str) -> None:
     async with rig() as r:
@@ -261,7 +256,6 @@ async def test_events_after_what_is_no_number_are_refused(after: str) -> None:
         assert (await r.get("api/v1/events?after=0"))[0] == 200
 
 
-@pytest.mark.asyncio
 async def test_a_browser_too_many_is_refused_and_a_place_becomes_free() -> None:
     async with rig(clients_max=2) as r:
         async with r.stream() as one, r.stream() as two:
@@ -320,7 +314,6 @@ def put_frame(feed: Feed, number: int) -> None:
     feed.notify()
 
 
-@pytest.mark.asyncio
 async def test_a_slow_browser_loses_frames_and_delays_nobody() -> None:
     last = 60
     async with (
@@ -350,7 +343,6 @@ async def test_a_slow_browser_loses_frames_and_delays_nobody() -> None:
         assert len(seen) < last / 2, seen
 
 
-@pytest.mark.asyncio
 async def test_a_browser_that_takes_nothing_is_let_go() -> None:
     async with lone_page(write_timeout_s=0.3, clients_max=1) as (feed, port), slow_stream(port):
         async with aiohttp.ClientSession() as client, asyncio.timeout(WAIT_S):
@@ -365,7 +357,6 @@ async def test_a_browser_that_takes_nothing_is_let_go() -> None:
         assert number > 2, "it was let in, and let go only later"
 
 
-@pytest.mark.asyncio
 async def test_a_controller_that_goes_is_said_and_found_again() -> None:
     async with rig() as r:
         r.service.close_window()
@@ -388,7 +379,6 @@ async def test_a_controller_that_goes_is_said_and_found_again() -> None:
         await r.until("api/v1/placement", lambda p: p["term"] == 2)
 
 
-@pytest.mark.asyncio
 async def test_load_that_stays_away_is_not_live() -> None:
     async with rig(stale_windows=0.5) as r:
         r.service.close_window()
@@ -399,7 +389,6 @@ async def test_load_that_stays_away_is_not_live() -> None:
         await r.until("api/v1/status", lambda s: s["connection"] == "live")
 
 
-@pytest.mark.asyncio
 async def test_a_page_without_a_controller_starts_and_says_so() -> None:
     async with lone_page(connect_timeout_s=0.2) as (_, port), aiohttp.ClientSession() as client:
         async with asyncio.timeout(WAIT_S):
@@ -413,7 +402,6 @@ async def test_a_page_without_a_controller_starts_and_says_so() -> None:
         assert "127.0.0.1:9" in status["message"]
 
 
-@pytest.mark.asyncio
 async def test_a_refused_token_is_named() -> None:
     async with rig() as r:
         r.service.refuse = grpc.StatusCode.UNAUTHENTICATED
@@ -423,7 +411,6 @@ async def test_a_refused_token_is_named() -> None:
         assert status["connection"] != "live"
 
 
-@pytest.mark.asyncio
 async def test_load_that_does_not_fit_its_shape_is_said_and_ends_nothing() -> None:
     async with rig() as r:
         r.service.close_window()
@@ -438,7 +425,6 @@ async def test_load_that_does_not_fit_its_shape_is_said_and_ends_nothing() -> No
         await r.until("api/v1/status", lambda s: s["connection"] == "live")
 
 
-@pytest.mark.asyncio
 async def test_a_taken_port_is_one_line_and_leaves_nothing() -> None:
     taken = bind("127.0.0.1", 0)
     taken.listen(1)
@@ -447,8 +433,20 @@ async def test_a_taken_port_is_one_line_and_leaves_nothing() -> None:
     with pytest.raises(StartRefused, match=str(port)):
         await page.start()
     await page.stop()
+    actor = DashboardActor("127.0.0.1:9", port=port)
+    with pytest.raises(StartRefused, match=str(port)):
+        await asyncio.to_thread(actor.start)
+    await asyncio.to_thread(actor.stop)
     taken.close()
-    thread = DashboardThread(DashboardSettings(admin_address="127.0.0.1:9", port=0))
-    assert thread.url().startswith("http://127.0.0.1:")
-    assert thread.url() == thread.url()
-    await asyncio.to_thread(thread.stop)
+
+
+async def test_the_actor_serves_in_a_thread_of_its_own() -> None:
+    actor = DashboardActor("127.0.0.1:9")
+    url = await asyncio.to_thread(actor.start)
+    assert await asyncio.to_thread(actor.start) == url
+    async with aiohttp.ClientSession() as client:
+        async with client.get(url) as answer:
+            assert answer.status == 200
+        await asyncio.to_thread(actor.stop)
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await client.get(url)

@@ -60,7 +60,8 @@ async def a_controller(tokens: Path) -> AsyncIterator[str]:
     source = NobodyAtHome(controller_settings(tokens.parent, token_file=tokens))
     server = AdminServer(source)
     try:
-        yield await server.start()
+        await server.start()
+        yield server.address
     finally:
         await server.stop(0.0)
 
@@ -187,7 +188,8 @@ async def test_s4_every_method_takes_its_role_and_no_other(tmp_path: Path, serve
 async def test_s4_a_refused_call_does_not_reach_the_controller(tmp_path: Path) -> None:
     source = NobodyAtHome(controller_settings(tmp_path, token_file=token_file(tmp_path)))
     server = AdminServer(source)
-    async with grpc.aio.insecure_channel(await server.start()) as channel:
+    await server.start()
+    async with grpc.aio.insecure_channel(server.address) as channel:
         methods = await methods_of(channel)
         changing = [n for n, role in method_roles().items() if role is Role.ADMIN and n in methods]
         assert len(changing) >= 7
@@ -311,9 +313,7 @@ async def test_s4_a_shard_takes_no_command_and_no_table_from_the_wire() -> None:
         assert isinstance(answer, ErrorReply)
         assert isinstance(answer.error, InvalidArgument)
         for command in (
-            ReleaseSlot(
-                step_id=1, rank=0, incarnation=1, slot=0, slot_tag=tag, layer=0, expert=0
-            ),
+            ReleaseSlot(step_id=1, rank=0, incarnation=1, slot=0, slot_tag=tag, layer=0, expert=0),
             AbortAdd(step_id=1, rank=0, incarnation=1, slot=0, slot_tag=tag),
             SetRankSlots(rank=0, incarnation=1, num_slots=0, budget_bytes=0),
         ):
@@ -327,4 +327,3 @@ async def test_s4_a_shard_takes_no_command_and_no_table_from_the_wire() -> None:
         peer.close(0)
         context.destroy(0)
         shard.stop()
-

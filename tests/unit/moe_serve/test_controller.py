@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from moe_serve.controller.settings import (
 from moe_serve.errors import MoeServeError
 from moe_serve.ports import NodeInfo
 from placement.config import RebalanceConfig
+from placement.engine import EngineSnapshot, RebalanceEngine
+from placement.messages.codec import decode_as, decode_event, encode
 from placement.messages.effects import CopyExpert
 from placement.messages.events import BudgetAsked, DrainAsked, PauseAsked
 from tests.builders import PROFILE, make_spec
@@ -469,6 +472,39 @@ async def test_a_journal_of_another_machine_is_not_gone_on_with(tmp_path: Path) 
 
 
 @pytest.mark.asyncio
+async def test_a_journal_behind_a_newer_controller_is_not_gone_on_with(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    for folder in ("a", "b"):
+        async with controller(make_settings(tmp_path / folder), cluster) as rig:
+            await rig.ready()
+    async with controller(make_settings(tmp_path / "a"), cluster) as rig:
+        await rig.ready()
+        assert rig.state.paused
+        assert any("newer controller (term 2)" in p for p in rig.service.describe()["problems"])
+        assert cluster.killed == []
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_died_while_nobody_looked_is_repaired_without_it(
+    tmp_path: Path,
+) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+    victim = cluster.shard(1)
+    assert victim is not None
+    cluster.die(victim.name)
+    cluster.refuse["1"] = "no GPU is free"
+    cluster.refuse_always.add("1")
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await until(lambda: all(rig.listed(expert) for expert in range(4)))
+        found = rig.service.describe()
+        assert "no GPU is free" in " ".join(found["problems"])
+        await until(lambda: "no GPU is free" in rig.service.describe()["refused"])
+        assert rig.service.describe()["state"] == "degraded"
+
+
+@pytest.mark.asyncio
 async def test_what_operators_asked_for_outlives_the_controller(tmp_path: Path) -> None:
     cluster = make_cluster()
     async with controller(make_settings(tmp_path), cluster) as rig:
@@ -553,3 +589,20 @@ async def test_copies_are_sent_after_their_reservation_is_journalled(tmp_path: P
             if isinstance(command, CopyExpert):
                 assert step_id in seen
             seen.add(step_id)
+
+
+@pytest.mark.asyncio
+async def test_the_inputs_of_a_segment_replay_to_the_same_state(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
+        await until(lambda: len(rig.listed(0)) >= 2 and rig.state.run is None)
+        engine = rig.service.life.driver.engine
+    with closing(sqlite3.connect(tmp_path / "inputs.db")) as inputs:
+        rows = inputs.execute("SELECT kind, body FROM inputs ORDER BY seq").fetchall()
+    assert [kind for kind, _ in rows].index("snapshot") == 0
+    twin = RebalanceEngine.replayed(decode_as(rows[0][1], EngineSnapshot))
+    for _, body in rows[1:]:
+        twin.step(decode_event(body))
+    assert encode(twin.snapshot()) == encode(engine.snapshot())

@@ -1,4 +1,4 @@
-"""S13: what a message declares is compared with the bytes that came before anything is allocated."""
+"""S13: what a message declares is compared with the bytes that came, before memory is taken."""
 
 import tracemalloc
 from collections.abc import Callable, Iterator

@@ -2,14 +2,15 @@
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from moe_serve.bootstrap.local_ray import ensure_auth
 from moe_serve.bootstrap.ray_auth import check_ray_auth, why_open
-from moe_serve.cli.checks.row import Level
 from moe_serve.cli.checks.ray_auth import ray_checks
+from moe_serve.cli.checks.row import Level
 from moe_serve.config import ServiceConfig
 from moe_serve.config.load import parse_config
 from moe_serve.errors import StartRefused
@@ -75,33 +76,58 @@ def test_a_token_in_the_usual_places_counts(home: Path, tmp_path: Path) -> None:
     assert not why_open({}, home)
 
 
+OWN_CLUSTER = """
+import os, sys
+from pathlib import Path
+from moe_serve.bootstrap.local_ray import ensure_auth
+from moe_serve.bootstrap.ray_auth import why_open
+for _ in range(2):
+    ensure_auth(Path(sys.argv[1]))
+print(os.environ["RAY_AUTH_MODE"], os.environ.get("RAY_AUTH_TOKEN_PATH", "none"))
+print(why_open(os.environ, Path.home()) or "closed")
+"""
+
+
+def own_cluster(home: Path, folder: Path, environ: dict[str, str]) -> list[str]:
+    """What `ensure_auth` leaves in the environment of a fresh process, where Ray is not imported
+    yet: mode and token file, and whether a driver would have a token."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", OWN_CLUSTER, str(folder)],
+        env={**kept, "HOME": str(home), **environ},
+        cwd=EXAMPLE.parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    return done.stdout.split(maxsplit=2)
+
+
 def test_a_cluster_of_our_own_gets_a_token_that_only_we_can_read(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path
 ) -> None:
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(home))
-    ensure_auth(tmp_path)
-    assert os.environ["RAY_AUTH_MODE"] == "token"
-    file = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    first = file.read_text()
+    mode, file, state = own_cluster(home, tmp_path, {})
+    assert (mode, state.strip()) == ("token", "closed")
+    assert stat.S_IMODE(Path(file).stat().st_mode) == 0o600
+    first = Path(file).read_text()
     assert len(first) >= 32
-    ensure_auth(tmp_path)
-    assert file.read_text() == first
-    assert why_open(os.environ, home) == ""
+    assert own_cluster(home, tmp_path, {})[1] == file
+    assert Path(file).read_text() == first
 
 
-def test_a_token_that_is_configured_is_left_alone(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_token_that_is_configured_is_left_alone(home: Path, tmp_path: Path) -> None:
+    found = own_cluster(home, tmp_path, {"RAY_AUTH_TOKEN": TOKEN})
+    assert [one.strip() for one in found] == ["token", "none", "closed"]
+    assert list(tmp_path.glob("*token*")) == []
+
+
+def test_a_mode_that_the_operator_switched_off_is_left_alone_and_seen(
+    home: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-    ensure_auth(tmp_path)
-    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
-    assert list(tmp_path.glob("ray_auth_token")) == []
+    mode, _, state = own_cluster(home, tmp_path, {"RAY_AUTH_MODE": "disabled"})
+    assert mode == "disabled"
+    assert "RAY_AUTH_MODE is 'disabled'" in state
 
 
 def test_doctor_shows_what_is_open_and_no_token(home: Path) -> None:

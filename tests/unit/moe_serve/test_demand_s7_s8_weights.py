@@ -176,7 +176,9 @@ def test_s8_a_name_from_a_tenant_opens_nothing(opened: list[str], name: str) -> 
     assert opened == []
 
 
-@pytest.mark.parametrize("name", [*NAMES, "", ".hidden", "a" * 64, "a\n"], ids=lambda n: repr(n[:20]))
+@pytest.mark.parametrize(
+    "name", [*NAMES, "", ".hidden", "a" * 64, "a\n"], ids=lambda n: repr(n[:20])
+)
 def test_s8_a_model_has_a_plain_name(name: str) -> None:
     if name == "MARKER":
         ModelConfig(name=name, checkpoint="c")

@@ -109,6 +109,8 @@ async def test_a_controller_of_a_lower_term_cannot_write_any_more(tmp_path: Path
         await first.commit([transition_row(transition(1))])
     assert caught.value.term == 2
     await second.commit([transition_row(transition(2))])
+    with pytest.raises(StaleTerm):
+        await first.open_term(1, snapshot_row(snapshot(1)), owner="here", starts=())
     for journal in (first, second):
         await journal.close()
 

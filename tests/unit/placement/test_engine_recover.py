@@ -105,7 +105,8 @@ def test_dying_at_each_edge_forgets_nothing(died_at, arrived):
     for _ in range(4):
         driver.close_window({hot: 5000.0})
         driver.wait(6.0)
-    assert driver.engine.state.moves_done
+    # Moved before the restart was done with, or by a new plan after it: no more is to be had.
+    assert driver.records[-1].rule in {"in_balance", "nothing_better"}
     driver.check_agreement()
 
 

@@ -354,3 +354,17 @@ def test_what_a_shard_holds_unasked_is_taken_up_or_cleaned_away():
     assert driver.table.missing() == ()
     assert driver.keys() == donor.keys()
     driver.check_agreement()
+
+
+def test_no_copy_goes_to_a_suspected_rank_until_it_answers_again():
+    driver = two_ranks(slots=4)
+    holder = next(rank for rank, keys in enumerate(driver.keys()) if 0 in keys)
+    other = 1 - holder
+    driver.feed(ev.RankSuspected(at_s=0.0, rank=other, reason="disconnected"))
+    copies = len(sent(driver, ReserveSlot))
+    driver.close_window(HOT)
+    assert driver.engine.state.run is not None
+    assert len(sent(driver, ReserveSlot)) == copies
+    driver.feed(ev.RankCleared(at_s=0.0, rank=other))
+    assert len(sent(driver, ReserveSlot)) > copies
+    assert len(driver.table.replicas(0, 0)) == 2
