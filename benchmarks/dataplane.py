@@ -11,13 +11,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.environment import record, use_one_thread, write_json
 
 if TYPE_CHECKING:
+    from benchmarks.dataplane_client import PathTimes
+    from benchmarks.dataplane_fleet import Fleet
+    from benchmarks.dataplane_model import TokenBatch
     from benchmarks.dataplane_report import Report
+
+TOP_K = 4
 
 BLOCKS = 16
 """Blocks of each way at a size; even, so that each way comes first equally often."""
@@ -47,8 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
 
         os.environ.update(actor_environment())  # read by the processes started from here on
         report = Report()
-        _echo_part(folder, options.seed, report)
-        _full_part(folder, options.seed, report)
+        # A front end is a process of its own, without Ray.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as front_end:
+            _echo_part(folder, options.seed, front_end, report)
+            _full_part(folder, options.seed, front_end, report)
     _say(*report.verdicts())
     ended = os.getloadavg()
     _say(f"  load at the end {', '.join(f'{load:.1f}' for load in ended)}")
@@ -58,62 +67,67 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _echo_part(folder: Path, seed: int, report: Report) -> None:
-    """Parts a, b, c, and the whole path, with identity experts that take no time."""
+def _echo_part(folder: Path, seed: int, front_end: Executor, report: Report) -> None:
+    """Parts a, b and c, with identity experts that take no time."""
     import ray
 
+    from benchmarks.dataplane_client import ALL_PATHS
     from benchmarks.dataplane_fleet import NUM_SHARDS, running_fleet
     from benchmarks.dataplane_model import ECHO, token_batch, write_checkpoint
 
     checkpoint = write_checkpoint(folder / "echo", ECHO, seed)
     with running_fleet(checkpoint, folder / "manifests", ECHO) as fleet:
         for tokens, calls in FAN_OUT_CALLS.items():
-            batch = token_batch(ECHO, tokens, 4, seed)
+            batch = token_batch(ECHO, tokens, TOP_K, seed)
             times = ray.get(fleet.fan_out.measure.remote(batch, BLOCKS, calls))
-            report.add_fan_out(tokens, batch.label, times)
+            report.add_fan_out(batch, times)
         _say(*report.fan_out_lines())
+        for tokens, calls in ECHO_CALLS.items():
+            batch = token_batch(ECHO, tokens, TOP_K, seed)
+            times, _ = _paths(fleet, front_end, batch, ALL_PATHS, calls)
+            report.add_stream(batch, times)
+        _say(*report.stream_lines())
         for tokens, top_k in BYTES_SHAPES:
             batch = token_batch(ECHO, tokens, top_k, seed)
             counted = ray.get(fleet.fan_out.count_bytes.remote(batch))
-            report.add_bytes(batch.label, top_k, NUM_SHARDS, counted)
+            report.add_bytes(batch, NUM_SHARDS, counted)
         _say(*report.bytes_lines())
-        for tokens, calls in ECHO_CALLS.items():
-            _paths(fleet, token_batch(ECHO, tokens, 4, seed), calls, report)
-        _say(*report.stream_lines(), *report.overhead_lines(ECHO))
 
 
-def _full_part(folder: Path, seed: int, report: Report) -> None:
-    """The whole path with experts of a real size."""
+def _full_part(folder: Path, seed: int, front_end: Executor, report: Report) -> None:
+    """Part d: the whole path with experts of a real size."""
+    from benchmarks.dataplane_client import LOCAL, STREAM
     from benchmarks.dataplane_fleet import running_fleet
     from benchmarks.dataplane_model import FULL, token_batch, write_checkpoint
 
     checkpoint = write_checkpoint(folder / "full", FULL, seed)
     with running_fleet(checkpoint, folder / "manifests", FULL) as fleet:
         for tokens, calls in FULL_CALLS.items():
-            _paths(fleet, token_batch(FULL, tokens, FULL.top_k, seed), calls, report)
-        _say(*report.overhead_lines(FULL))
+            batch = token_batch(FULL, tokens, TOP_K, seed)
+            times, compute_s = _paths(fleet, front_end, batch, (LOCAL, STREAM), calls)
+            report.add_overhead(batch, times, compute_s)
+        _say(*report.overhead_lines())
 
 
-def _paths(fleet: Any, batch: Any, calls: int, report: Report) -> None:
-    """Client paths of one batch, from a process of its own."""
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
-    from benchmarks.dataplane_client import measure_paths
+def _paths(
+    fleet: Fleet, front_end: Executor, batch: TokenBatch, paths: tuple[str, ...], calls: int
+) -> tuple[PathTimes, float]:
+    """Times of a batch's paths, and seconds that all shards computed for one request."""
+    from benchmarks.dataplane_client import PathsJob, measure_paths
 
     before_s = fleet.compute_s()
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as front_end:
-        times = front_end.submit(
-            measure_paths,
-            fleet.router,
-            fleet.checkpoint,
-            fleet.manifests,
-            fleet.size,
-            batch,
-            BLOCKS,
-            calls,
-        ).result()
-    report.add_paths(fleet.size, batch, times, fleet.compute_s() - before_s)
+    job = PathsJob(
+        fleet.router,
+        fleet.checkpoint,
+        fleet.manifests,
+        fleet.size,
+        batch,
+        paths,
+        BLOCKS,
+        calls,
+    )
+    times = front_end.submit(measure_paths, job).result()
+    return times, (fleet.compute_s() - before_s) / times.requests
 
 
 def _say(*lines: str) -> None:

@@ -30,66 +30,94 @@ WARM_CALLS = 10
 Run = Callable[[], Awaitable[np.ndarray]]
 
 
+LOCAL, STREAM, UNARY = "local", "stream", "unary"
+EDGE_STREAM, EDGE_UNARY = "edge stream", "edge unary"
+ALL_PATHS = (LOCAL, STREAM, UNARY, EDGE_STREAM, EDGE_UNARY)
+"""In this process; through router and shards; and requests of the same bytes with no valid row,
+which the router checks and answers with zeros by itself."""
+
+
 @dataclass(frozen=True)
 class PathTimes:
-    """Median seconds of a call in each block, by path. `calls`: requests that went to the router.
+    """Median seconds of a call in each block, by path. `requests`: how many reached the shards."""
 
-    `local_s` is of the size's own backend in the front end's process; of "emulated" it is how long
-    the identity takes, no more.
-    """
-
-    local_s: list[float]
-    stream_s: list[float]
-    unary_s: list[float]
-    calls: int
+    seconds: dict[str, list[float]]
+    requests: int
 
 
-def measure_paths(
-    router: str,
-    checkpoint: Path,
-    manifests: Path,
-    size: ModelSize,
-    batch: TokenBatch,
-    blocks: int,
-    calls_a_block: int,
-) -> PathTimes:
-    """Blocks of all three paths in turning order. Raises AssertionError where an output differs."""
-    local = _local(checkpoint, manifests, size, batch)
-    return asyncio.run(_measure(router, local, batch, blocks, calls_a_block))
+@dataclass(frozen=True)
+class PathsJob:
+    """What a front end measures: which batch, on which paths, in how many blocks of how many
+    calls."""
+
+    router: str
+    checkpoint: Path
+    manifests: Path
+    size: ModelSize
+    batch: TokenBatch
+    paths: tuple[str, ...]
+    blocks: int
+    calls_a_block: int
 
 
-async def _measure(
-    router: str, local: Callable[[], np.ndarray], batch: TokenBatch, blocks: int, calls: int
-) -> PathTimes:
+def measure_paths(job: PathsJob) -> PathTimes:
+    """Blocks of all paths in turning order. Raises AssertionError where an output differs."""
+    return asyncio.run(_measure(job, _local(job)))
+
+
+async def _measure(job: PathsJob, local: Callable[[], np.ndarray]) -> PathTimes:
+    batch = job.batch
+    none_valid = np.zeros(len(batch.hidden), np.bool_)
+
+    async def in_process() -> np.ndarray:
+        return local()
+
+    def through(client: AsyncClient, row_valid: np.ndarray | None = None) -> Run:
+        async def run() -> np.ndarray:
+            return await client.forward(
+                0,
+                batch.hidden,
+                batch.ids,
+                batch.gates,
+                phase=Phase.DECODE,
+                row_valid=row_valid,
+            )
+
+        return run
+
     async with (
-        AsyncClient([router], stream=True) as one,
-        AsyncClient([router], stream=False) as two,
+        AsyncClient([job.router], stream=True) as stream,
+        AsyncClient([job.router], stream=False) as unary,
     ):
-
-        async def in_process() -> np.ndarray:
-            return local()
-
-        def through(client: AsyncClient) -> Run:
-            async def run() -> np.ndarray:
-                return await client.forward(
-                    0, batch.hidden, batch.ids, batch.gates, phase=Phase.DECODE
-                )
-
-            return run
-
-        runs: tuple[Run, ...] = (in_process, through(one), through(two))
+        every: dict[str, Run] = {
+            LOCAL: in_process,
+            STREAM: through(stream),
+            UNARY: through(unary),
+            EDGE_STREAM: through(stream, none_valid),
+            EDGE_UNARY: through(unary, none_valid),
+        }
+        runs = {name: every[name] for name in job.paths}
         expected = local().copy()
-        for run in runs:
-            for _ in range(WARM_CALLS):
-                output = await run()
-            error = float(np.abs(output - expected).max() / np.abs(expected).max())
-            assert error <= TOLERANCE, f"output differs from the local one by {error:.1e}"
-        times: tuple[list[float], ...] = ([], [], [])
-        for block in range(blocks):
-            for turn in range(len(runs)):
-                which = (block + turn) % len(runs)
-                times[which].append(await _block(runs[which], calls))
-        return PathTimes(*times, calls=2 * blocks * calls)
+        requests = 0
+        for name, run in runs.items():
+            await _warm(run, np.zeros_like(expected) if "edge" in name else expected)
+            requests += WARM_CALLS * (name in (STREAM, UNARY))
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        names = list(runs)
+        for block in range(job.blocks):
+            start = block % len(names)
+            for name in names[start:] + names[:start]:
+                seconds[name].append(await _block(runs[name], job.calls_a_block))
+                requests += job.calls_a_block * (name in (STREAM, UNARY))
+        return PathTimes(seconds, requests)
+
+
+async def _warm(run: Run, expected: np.ndarray) -> None:
+    """First calls, which also show that the output is right."""
+    for _ in range(WARM_CALLS):
+        output = await run()
+    error = float(np.abs(output - expected).max() / max(np.abs(expected).max(), 1.0))
+    assert error <= TOLERANCE, f"output differs from the local one by {error:.1e}"
 
 
 async def _block(run: Run, calls: int) -> float:
@@ -101,12 +129,11 @@ async def _block(run: Run, calls: int) -> float:
     return median(seconds)
 
 
-def _local(
-    checkpoint: Path, manifests: Path, size: ModelSize, batch: TokenBatch
-) -> Callable[[], np.ndarray]:
+def _local(job: PathsJob) -> Callable[[], np.ndarray]:
     """The batch through a backend in this process that holds every expert, slot = expert."""
-    opened = Checkpoint.open(checkpoint, MODEL)
-    source = CheckpointSource(opened, load_or_build(opened, "float32", manifests))
+    size, batch = job.size, job.batch
+    opened = Checkpoint.open(job.checkpoint, MODEL)
+    source = CheckpointSource(opened, load_or_build(opened, "float32", job.manifests))
     backend = build_backend(size.backend, size.expert, profile=NO_TIME)
     for expert in range(size.num_experts):
         blob = np.empty(size.expert.canonical_bytes, np.uint8)

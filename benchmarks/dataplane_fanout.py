@@ -73,11 +73,10 @@ def remote_array_shard() -> Any:
 
 @dataclass(frozen=True)
 class FanOutTimes:
-    """Median seconds of a call in each block, both ways, and seconds the slowest shard computed."""
+    """Median seconds of a call in each block, both ways."""
 
     wire_s: list[float]
     ray_s: list[float]
-    compute_s: float
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class FanOut:
     async def measure(self, batch: TokenBatch, blocks: int, calls_a_block: int) -> FanOutTimes:
         """Blocks of both ways in turn; each begins every other pair of blocks."""
         calls = await self._calls_of(batch)
-        compute_s = await self._compare(calls)
+        await self._compare(calls)
         ways = (self._by_wire, self._by_ray)
         for way in ways:
             for _ in range(WARM_CALLS):
@@ -146,7 +145,7 @@ class FanOut:
         for block in range(blocks):
             for which in (0, 1) if block % 2 == 0 else (1, 0):
                 times[which].append(await self._block(ways[which], calls, calls_a_block))
-        return FanOutTimes(*times, compute_s)
+        return FanOutTimes(*times)
 
     async def count_bytes(self, batch: TokenBatch) -> MessageBytes:
         """Bytes of the call's messages, all shards together."""
@@ -195,13 +194,12 @@ class FanOut:
         ]
         return list(await asyncio.gather(*sends))
 
-    async def _compare(self, calls: list[tuple[int, SubCall]]) -> float:
-        """Check that both ways give the same rows; seconds of compute of the slowest shard."""
+    async def _compare(self, calls: list[tuple[int, SubCall]]) -> None:
+        """Check that both ways give the same rows."""
         wire, other = await self._by_wire(calls), await self._by_ray(calls)
         for one, two in zip(wire, other, strict=True):
             assert not one.row_status.any(), one.detail
             assert np.array_equal(one.partial, two.partial), "the two ways differ"
-        return max(reply.compute_s for reply in await self._by_wire(calls))
 
     @staticmethod
     async def _block(way: Any, calls: list[tuple[int, SubCall]], count: int) -> float:

@@ -53,6 +53,11 @@ def figure(values: Sequence[float]) -> Figure:
     return Figure(median(ordered), ordered[rank - 1], ordered[n - rank], _coverage(n, rank), n)
 
 
+def exact(value: float) -> Figure:
+    """A counted value: no spread."""
+    return Figure(value, value, value, 1.0, 1)
+
+
 def _coverage(n: int, rank: int) -> float:
     outside = sum(comb(n, i) for i in range(rank)) / 2**n
     return max(0.0, 1.0 - 2.0 * outside)

@@ -77,9 +77,19 @@ class TokenBatch:
     gates: npt.NDArray[np.float32]
 
     @property
+    def tokens(self) -> int:
+        """Rows."""
+        return int(self.hidden.shape[0])
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a row."""
+        return int(self.ids.shape[1])
+
+    @property
     def label(self) -> str:
         """ "64 x 1024, top-4"."""
-        return f"{self.hidden.shape[0]} x {self.hidden.shape[1]}, top-{self.ids.shape[1]}"
+        return f"{self.tokens} x {self.hidden.shape[1]}, top-{self.top_k}"
 
 
 def token_batch(size: ModelSize, tokens: int, top_k: int, seed: int) -> TokenBatch:

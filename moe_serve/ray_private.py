@@ -1,17 +1,36 @@
 """The few private Ray calls the service needs, in one place so that a Ray upgrade is checked here.
 
-Responsible for: draining nodes, and the atomic create-if-absent in Ray's key-value store that
-claims a term. Called by `bootstrap` only. Written for ray>=2.60,<2.62.
+Responsible for: draining nodes, the atomic create-if-absent in Ray's key-value store that claims a
+term, and the first question to a cluster's head. Called by `bootstrap` only. Written for
+ray>=2.60,<2.62.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ray._private import services as _services
+from ray._private.authentication import grpc_authentication_client_interceptor as _grpc_auth
 from ray._private.state import state as _ray_state
 from ray.experimental import internal_kv as _kv
 
 _TERM_PREFIX = "moe_serve/term/"
+HEAD_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+"""gRPC method of a cluster's head that answers at once and asks for the token; an empty message is
+a request."""
+
+
+def head_address(address: str) -> str:
+    """host:port of a cluster's head as Ray itself reads an address ("auto", localhost), "" where it
+    finds none. Raises ValueError, ConnectionError."""
+    return str(_services.canonicalize_bootstrap_address(address) or "")
+
+
+def token_metadata() -> tuple[tuple[str, str], ...]:
+    """What Ray's own clients send to be let in; empty without token authentication. Raises
+    RuntimeError where a token is wanted and none is found."""
+    found: tuple[tuple[str, str], ...] = _grpc_auth._get_authentication_metadata_tuple()
+    return found
 
 
 def draining_nodes() -> dict[str, float]:

@@ -144,6 +144,8 @@ class Traffic:
         async with asyncio.TaskGroup() as group:
             for number, source in enumerate(self.sources):
                 group.create_task(self._front_end(number, source))
+        # gRPC hands late events of closed channels to this loop, and complains of a closed one.
+        await asyncio.sleep(0.2)
 
     async def _front_end(self, number: int, source: Source) -> None:
         async with (

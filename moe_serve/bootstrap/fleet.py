@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from moe_serve import ray_private
+from moe_serve.bootstrap.nodes import RayNode, choose_node, node_of
 from moe_serve.bootstrap.parts import PartsPlan
 from moe_serve.controller.names import PartKind, parse, prefix
 from moe_serve.errors import StartRefused, Unavailable
@@ -27,8 +29,6 @@ NAMESPACE = "moe_serve"
 """Ray namespace of every actor of every service."""
 START_TIMEOUT_S = 120.0
 """A shard computes the manifest once; a cold node also imports Ray's worker."""
-NODE_LABEL = "moe.node"
-"""Optional label with a node's name for people; else the first characters of its Ray id."""
 
 
 def controller_name(service: str) -> str:
@@ -39,25 +39,6 @@ def controller_name(service: str) -> str:
 def dashboard_name(service: str) -> str:
     """Actor name of a service's page."""
     return f"{prefix(service)}dashboard"
-
-
-@dataclass(frozen=True, slots=True)
-class RayNode:
-    """One alive node as Ray lists it. `node` is its name in our tables."""
-
-    node: str
-    node_id: str
-    ip: str
-    labels: dict[str, str]
-
-
-def node_of(info: dict[str, Any]) -> RayNode:
-    """Ours from one entry of `ray.nodes()`."""
-    labels = dict(info.get("Labels") or {})
-    node_id = str(info["NodeID"])
-    return RayNode(
-        labels.get(NODE_LABEL, node_id[:12]), node_id, str(info["NodeManagerAddress"]), labels
-    )
 
 
 def _ray_nodes() -> list[dict[str, Any]]:
@@ -78,10 +59,14 @@ def alive_nodes() -> list[RayNode]:
 
 
 class RayFleet:
-    """`ports.Fleet` over Ray. Picklable: holds the plan only. Blocking Ray calls run in threads."""
+    """`ports.Fleet` over Ray. Picklable: holds the plan, and where parts go that are being made.
+    Blocking Ray calls run in threads."""
 
     def __init__(self, plan: PartsPlan) -> None:
         self._plan = plan
+        # Ray does not say where an actor will be before it runs. Without this, parts that are
+        # created at once would all see the same empty node.
+        self._going: dict[str, str] = {}
 
     @property
     def _service(self) -> str:
@@ -89,8 +74,14 @@ class RayFleet:
 
     async def create_shard(self, name: str, rank: int, incarnation: int) -> RayShardPort:
         """See `ports.Fleet.create_shard`."""
+        labels = self._plan.config.fleet.group_of(rank).node_labels
+        async with self._place(name, PartKind.SHARD, labels, f"rank {rank}") as node:
+            return await self._create_shard(name, rank, incarnation, node)
+
+    async def _create_shard(
+        self, name: str, rank: int, incarnation: int, node: RayNode
+    ) -> RayShardPort:
         group = self._plan.config.fleet.group_of(rank)
-        node = await self._place(group.node_labels, PartKind.SHARD)
         domain_label = group.failure_domain_label
         settings = self._plan.shard_settings(
             rank,
@@ -116,13 +107,20 @@ class RayFleet:
 
     async def create_router(self, name: str, router: str, incarnation: int) -> RouterRemote:
         """See `ports.Fleet.create_router`."""
-        node = await self._place(self._plan.config.fleet.router_node_labels, PartKind.ROUTER)
+        labels = self._plan.config.fleet.router_node_labels
+        async with self._place(name, PartKind.ROUTER, labels, router) as node:
+            return await self._create_router(name, router, incarnation, node)
+
+    async def _create_router(
+        self, name: str, router: str, incarnation: int, node: RayNode
+    ) -> RouterRemote:
+        first_port = self._plan.config.ports.grpc
         settings = self._plan.router_settings(
             router,
             incarnation,
             node=node.node,
             host=self._host(node),
-            port=await self._router_port(router, node),
+            port=first_port + int(router.rsplit("-", 1)[1]) if first_port else 0,
         )
         actor = _remote(RouterActor).options(
             name=name,
@@ -194,32 +192,28 @@ class RayFleet:
         # Ray no longer hides GPUs from actors that asked for none.
         return dict(base) if num_gpus else {**base, "CUDA_VISIBLE_DEVICES": ""}
 
-    async def _router_port(self, router: str, node: RayNode) -> int:
-        """0, or the configured port: the first router takes it, further ones the next ports."""
-        first = self._plan.config.ports.grpc
-        return first + int(router.rsplit("-", 1)[1]) if first else 0
+    @asynccontextmanager
+    async def _place(
+        self, name: str, kind: PartKind, labels: Mapping[str, str], what: str
+    ) -> AsyncIterator[RayNode]:
+        """The node for one more part, counted as its place while the part is being made.
 
-    async def _place(self, labels: dict[str, str], kind: str) -> RayNode:
-        """The matching node, neither dead nor draining, with the fewest parts of this kind of this
-        service.
-
-        Raises StartRefused where none matches.
+        Raises StartRefused where no node matches.
         """
-        nodes = await asyncio.to_thread(alive_nodes)
-        draining = await asyncio.to_thread(ray_private.draining_nodes)
-        fitting = [
-            node
-            for node in nodes
-            if node.node_id not in draining
-            and all(node.labels.get(key) == value for key, value in labels.items())
-        ]
-        if not fitting:
-            raise StartRefused(
-                f"no node with labels {labels or '{}'} for a {kind}; the cluster has "
-                f"{len(nodes)} alive nodes, {len(draining)} draining"
-            )
-        held = await asyncio.to_thread(_parts_by_node, self._service, kind)
-        return min(fitting, key=lambda node: (held[node.node_id], node.node_id))
+        nodes, draining, listed = await asyncio.gather(
+            asyncio.to_thread(alive_nodes),
+            asyncio.to_thread(ray_private.draining_nodes),
+            asyncio.to_thread(_parts_of, self._service, kind),
+        )
+        begin = _part_prefix(self._service, kind)
+        going = {part: node for part, node in self._going.items() if part.startswith(begin)}
+        held = Counter((listed | going).values())
+        node = choose_node(nodes, labels, held, what=what, draining=draining)
+        self._going[name] = node.node_id
+        try:
+            yield node
+        finally:
+            del self._going[name]
 
     async def _first_answer(self, name: str, reference: Any) -> None:
         """Wait until an actor's constructor is done. Ends the actor where it is not."""
@@ -271,9 +265,15 @@ def kill_actor(name: str) -> None:
         ray.kill(handle, no_restart=True)
 
 
-def _parts_by_node(service: str, kind: str) -> Counter[str]:
-    """Number of a service's parts of a kind ("shard", "router") on each node id."""
-    begin = f"{prefix(service)}{kind}:"
-    return Counter(
-        node for name, node in ray_private.actor_nodes().items() if name.startswith(begin)
-    )
+def _part_prefix(service: str, kind: PartKind) -> str:
+    return f"{prefix(service)}{kind}:"
+
+
+def _parts_of(service: str, kind: PartKind) -> dict[str, str]:
+    """Name -> node id of a service's parts of a kind that run somewhere."""
+    begin = _part_prefix(service, kind)
+    return {
+        name: node
+        for name, node in ray_private.actor_nodes().items()
+        if node and name.startswith(begin)
+    }

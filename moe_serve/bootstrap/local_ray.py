@@ -195,6 +195,11 @@ def stop_local_ray(pids: Sequence[int], temp_dir: str) -> None:
         _signal_group(pid, signal.SIGKILL)
 
 
+def local_ray_alive(pids: Sequence[int], temp_dir: str) -> bool:
+    """Whether a node of this temporary folder is alive among `pids`."""
+    return any(_is_ours(pid, temp_dir) and _alive(pid) for pid in pids)
+
+
 def _is_ours(pid: int, temp_dir: str) -> bool:
     """Whether the process is one of ours: a record may outlive its process and the id be taken."""
     try:

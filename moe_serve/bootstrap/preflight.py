@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from moe_serve.bootstrap.nodes import RayNode, needed_bytes
 from moe_serve.config import ServiceConfig
 
 PACKAGES = ("moe-serve", "ray", "numba", "pyzmq", "numpy", "grpcio")
@@ -96,8 +97,8 @@ def local_facts(node: str, ip: str, checkpoint: str, state_dir: str) -> NodeFact
 
 
 def check(facts: NodeFacts, here: dict[str, str], need_bytes: int) -> NodeCheck:
-    """Compare a node with this machine's versions and the bytes of the ranks it may have to hold.
-    Pure."""
+    """Compare a node with this machine's versions and the bytes of the ranks expected on its
+    machine. Pure."""
     problems: list[str] = []
     if facts.error:
         return NodeCheck(facts, (facts.error,))
@@ -120,15 +121,19 @@ def check(facts: NodeFacts, here: dict[str, str], need_bytes: int) -> NodeCheck:
 
 def preflight(
     config: ServiceConfig,
-    nodes: list[Any],
+    nodes: Sequence[RayNode],
     state_dir: str,
-    need_bytes: int,
+    slot_bytes: int,
     timeout_s: float = 60.0,
 ) -> list[NodeCheck]:
-    """Check every alive node of the connected Ray cluster, in order of name. Blocks."""
+    """Check every alive node of the connected Ray cluster, in order of name. Blocks.
+
+    Raises StartRefused where a part of the service fits no node at all.
+    """
     import ray
     from ray.exceptions import RayError
 
+    need = needed_bytes(config, nodes, slot_bytes)
     ask = ray.remote(local_facts)
     asked = [
         (
@@ -148,5 +153,5 @@ def preflight(
             facts = NodeFacts(
                 node.node, node.ip, {}, "", 0, 0, f"cannot run moe_serve: {lines[-1].strip()}"
             )
-        found.append(check(facts, here, need_bytes))
+        found.append(check(facts, here, need[node.node_id]))
     return sorted(found, key=lambda item: item.facts.node)

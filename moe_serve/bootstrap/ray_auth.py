@@ -3,14 +3,14 @@
 Responsible for reading the environment the way Ray does, and for refusing `network: cluster` over
 an open Ray. Must never read a token. Called by `service`.
 
-What can be known here: a driver that has no token joins only clusters that ask for none, so a start
-without one is over an open cluster. A driver that has one joins both kinds; whether the nodes of a
-cluster given by address run with `RAY_AUTH_MODE=token` is for whoever starts them to see to.
+A driver that has no token joins only clusters that ask for none, so a start without one is over an
+open cluster. A driver that has one joins both kinds: whether the head of a cluster given by address
+asks for it is found out by asking it (`ray_head`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from moe_serve.config import ServiceConfig
@@ -39,6 +39,24 @@ def check_ray_auth(config: ServiceConfig, environ: Mapping[str, str], home: Path
     reason = why_open(environ, home)
     if not reason:
         return ""
+    return _open(config, reason)
+
+
+def check_open_head(config: ServiceConfig, address: str) -> str:
+    """The same for a head that answered without a token, whatever this machine would have sent."""
+    return _open(config, f"the head at {address} answers without one")
+
+
+def join_auth(environ: MutableMapping[str, str], home: Path) -> None:
+    """Show the token that this machine has to a cluster given by address.
+
+    Ray does so by itself only where it finds the cluster by itself. Before Ray is imported.
+    """
+    if MODE not in environ and not why_open(environ, home):
+        environ[MODE] = "token"
+
+
+def _open(config: ServiceConfig, reason: str) -> str:
     line = f"Ray asks for no token ({reason}): whoever reaches its ports runs code on every node"
     if config.network == "cluster" and not config.security.accept_insecure:
         raise StartRefused(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_serve.bootstrap.local_ray import LocalRay, ensure_auth, start_local_ray, stop_local_ray
+from moe_serve.bootstrap.local_ray import (
+    LocalRay,
+    ensure_auth,
+    local_ray_alive,
+    start_local_ray,
+    stop_local_ray,
+)
 from moe_serve.bootstrap.parts import PartsPlan, moe_spec
 from moe_serve.bootstrap.preflight import NodeCheck, preflight
-from moe_serve.bootstrap.ray_auth import check_ray_auth
+from moe_serve.bootstrap.ray_auth import check_open_head, check_ray_auth, join_auth
+from moe_serve.bootstrap.ray_head import RayHead, find_head
 from moe_serve.bootstrap.record import (
     ServiceRecord,
     read_record,
@@ -30,14 +39,18 @@ from moe_serve.bootstrap.record import (
 )
 from moe_serve.bootstrap.size import size_report
 from moe_serve.config import ServiceConfig
-from moe_serve.errors import StartRefused
+from moe_serve.errors import NotFound, StartRefused
 from moe_serve.router.faults import ContributionFault
 from moe_serve.wire.security import CurveKeys
+from placement.topology import MoeSpec
 
 READY_TIMEOUT_S = 180.0
 """Longest wait for every expert to have a listed replica and every router to be ready."""
 DOWN_TIMEOUT_S = 60.0
 """Longest wait for the controller to end its parts; after it they are ended by name."""
+
+CONNECT_TIMEOUT_S = 3.0
+"""Longest wait for the admin port of a recorded service to take a connection."""
 
 Progress = Callable[[str], None]
 
@@ -76,21 +89,28 @@ def up(
     Raises:
         StartRefused: one line with the reason; nothing is left running.
     """
-    folder = service_dir(config.service, config.state_dir)
+    check_not_running(config.service)
+    checked_model(config)  # what the file alone can say is said before anything starts
     local: LocalRay | None = None
-    if not address:
-        ensure_auth(folder)
+    if address:
+        join_auth(os.environ, Path.home())
+    else:
+        ensure_auth(service_dir(config.service, config.state_dir))
     if warning := check_ray_auth(config, os.environ, Path.home()):
         progress(warning)
     if not address:
         progress("starting a local Ray cluster")
         local = start_local_ray(Path(tempfile.mkdtemp(prefix="moe-")))
     try:
-        with connected(address or (local.address if local else ""), ship=ship):
+        with connected(address or (local.address if local else ""), ship=ship) as head:
+            if head.asks_for_token is False and not warning:
+                progress(check_open_head(config, head.address))
             found = deploy(config, wait_s=wait_s, progress=progress, on_checks=on_checks)
-    except BaseException:
+    except BaseException as error:
         if local is not None:
             stop_local_ray(local.pids, local.temp_dir)
+            if isinstance(error, StartRefused):  # the reason is in it; else the logs are evidence
+                shutil.rmtree(local.temp_dir, ignore_errors=True)
         raise
     record = ServiceRecord(
         service=config.service,
@@ -118,6 +138,8 @@ def down(service: str = "", *, progress: Progress = lambda line: None) -> Servic
     record = read_record(service)
     if record.ray_pids:
         ensure_auth(service_dir(record.service))
+    else:
+        join_auth(os.environ, Path.home())
     try:
         with connected(record.ray_address):
             progress("ending routers, shards and controller")
@@ -128,20 +150,49 @@ def down(service: str = "", *, progress: Progress = lambda line: None) -> Servic
     if record.ray_pids:
         progress("ending the local Ray cluster")
         stop_local_ray(record.ray_pids, record.ray_temp_dir)
+        shutil.rmtree(record.ray_temp_dir, ignore_errors=True)
     remove_record(record.service)
     return record
 
 
+def check_not_running(service: str) -> None:
+    """Raises StartRefused where the service that the record names is still there.
+
+    A second one would write the first one's journal. A record without a service (the machine was
+    restarted) does not count.
+    """
+    try:
+        record = read_record(service)
+    except NotFound:
+        return
+    if local_ray_alive(record.ray_pids, record.ray_temp_dir) or _answers(record.admin_address):
+        raise StartRefused(
+            f"service {service!r} is running already (admin {record.admin_address}); "
+            f"`moe-serve down {service}` ends it, or choose another `service:` name"
+        )
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
 @contextlib.contextmanager
-def connected(address: str, *, ship: bool = False) -> Iterator[None]:
+def connected(address: str, *, ship: bool = False) -> Iterator[RayHead]:
     """Be a driver of a Ray cluster for a while. Raises StartRefused where it cannot be reached."""
     import ray
     from ray.exceptions import RayError
 
+    head = find_head(address)
     modules = [str(folder) for folder in package_folders()] if ship else []
     try:
         ray.init(
-            address=address,
+            address=head.address,
             namespace="moe_serve",
             log_to_driver=False,
             logging_level=logging.WARNING,
@@ -151,7 +202,7 @@ def connected(address: str, *, ship: bool = False) -> Iterator[None]:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise StartRefused(f"cannot join Ray at {address}: {lines[0]}") from error
     try:
-        yield
+        yield head
     finally:
         ray.shutdown()
 
@@ -162,6 +213,22 @@ def package_folders() -> tuple[Path, Path]:
     import placement
 
     return Path(moe_serve.__path__[0]), Path(placement.__path__[0])
+
+
+def checked_model(config: ServiceConfig) -> tuple[MoeSpec, tuple[int, ...]]:
+    """Spec of the model and its checkpoint layers, once it is sure that its experts fit the fleet.
+
+    Raises StartRefused naming what is wrong with the checkpoint, or the bytes that are missing.
+    """
+    spec, checkpoint_layers = moe_spec(config)
+    sizes = size_report(config, spec)
+    if not sizes.fits:
+        raise StartRefused(
+            f"{sizes.missing_bytes} bytes of slots missing: {sizes.num_keys} experts and "
+            f"{sizes.staging_slots} staging slots a rank need more than {sizes.total_slots} slots "
+            f"of {sizes.slot_bytes} bytes; raise fleet.ranks budget or slots"
+        )
+    return spec, checkpoint_layers
 
 
 def deploy(
@@ -186,14 +253,7 @@ def deploy(
             f"service {config.service!r} is running already ({len(running)} actors); "
             f"`moe-serve down` ends it, or choose another `service:` name"
         )
-    spec, checkpoint_layers = moe_spec(config)
-    sizes = size_report(config, spec)
-    if not sizes.fits:
-        raise StartRefused(
-            f"{sizes.missing_bytes} bytes of slots missing: {sizes.num_keys} experts and "
-            f"{sizes.staging_slots} staging slots a rank need more than {sizes.total_slots} slots "
-            f"of {sizes.slot_bytes} bytes; raise fleet.ranks budget or slots"
-        )
+    spec, checkpoint_layers = checked_model(config)
     nodes = alive_nodes()
     if config.network == "loopback" and len({node.ip for node in nodes}) > 1:
         raise StartRefused(
@@ -201,9 +261,8 @@ def deploy(
             "set network: cluster"
         )
     folder = service_dir(config.service, config.state_dir)
-    need = max(group.budget_bytes for group in sizes.groups)
     progress("checking every node")
-    checks = preflight(config, nodes, str(folder), need)
+    checks = preflight(config, nodes, str(folder), spec.slot_bytes)
     on_checks(checks)
     broken = [f"node {item.facts.node}: {item.problems[0]}" for item in checks if item.problems]
     if broken:
@@ -225,21 +284,33 @@ def deploy(
         raise
 
 
-def _start(plan: PartsPlan, wait_s: float, progress: Progress, fail_point: str | None) -> Deployed:
+def _answer(reference: Any, timeout_s: float) -> Mapping[str, Any]:
+    """What the starting controller says. Raises StartRefused where its process ended or is
+    silent."""
     import ray
+    from ray.exceptions import RayError
 
+    try:
+        said: Mapping[str, Any] = ray.get(reference, timeout=timeout_s)
+    except RayError as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise StartRefused(f"the controller ended or hangs while it starts: {lines[0]}") from error
+    return said
+
+
+def _start(plan: PartsPlan, wait_s: float, progress: Progress, fail_point: str | None) -> Deployed:
     from moe_serve.bootstrap.controller_parts import create_controller, create_dashboard
 
     config = plan.config
     progress("starting the controller")
     controller = create_controller(plan, fail_point)
     deadline_s = time.monotonic() + wait_s
-    started: Mapping[str, Any] = ray.get(controller.start.remote(), timeout=wait_s)
+    started = _answer(controller.start.remote(), wait_s)
     if started["fault"]:
         raise StartRefused(str(started["fault"]))
     progress("filling the ranks and waiting for the first routing table")
     while True:
-        state: Mapping[str, Any] = ray.get(controller.describe.remote(), timeout=30.0)
+        state = _answer(controller.describe.remote(), 30.0)
         if state["ready"]:
             break
         if state["refused"] or state["fault"]:

@@ -1,7 +1,8 @@
 """Read a service file for a command, with what the command line adds to it.
 
 Responsible for `--i-accept-insecure`, which stands for `security.accept_insecure: true` in the
-file. Everything else about the file is `config`'s. Called by validate and up.
+file, and for where relative paths start. Everything else about the file is `config`'s. Called by
+validate and up.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ FLAG = "--i-accept-insecure"
 
 
 def read_service_file(file: Path, *, accept_insecure: bool = False) -> ServiceConfig:
-    """The checked file. Raises ConfigInvalid with every fault and its place."""
+    """The checked file, its paths absolute. Raises ConfigInvalid with every fault and its
+    place."""
+    return _accepted(file, accept_insecure).rooted(file.parent)
+
+
+def _accepted(file: Path, accept_insecure: bool) -> ServiceConfig:
     if not accept_insecure:
         return load_config(file)
     try:

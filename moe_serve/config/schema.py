@@ -79,8 +79,9 @@ class ModelConfig(_Section):
     name: Name
     """Model name that front ends send."""
     checkpoint: str
-    """Folder of a Hugging Face checkpoint (safetensors), or `package:tiny_moe` for the model in
-    this package."""
+    """Folder of a Hugging Face checkpoint (safetensors), the same on every node, or
+    `package:tiny_moe` for the model in this package. A relative path starts at the service file,
+    like every path in it."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Serving dtype of the weights."""
     weights_version: Name = "v1"
@@ -162,7 +163,8 @@ class LimitsConfig(_Section):
     max_message_bytes: Bytes = 64 << 20
     """gRPC and wire message, both ways."""
     max_rows_in_flight: Annotated[int, Field(ge=1)] = 65_536
-    """Rows a router holds before it answers RESOURCE_EXHAUSTED."""
+    """Rows a router has in work; further requests wait, and above 512 waiting it answers
+    RESOURCE_EXHAUSTED."""
     max_queue_rows: Annotated[int, Field(ge=1)] = 65_536
     """Rows a shard queues before it refuses."""
     copy_bytes_per_s: Bytes = 200 << 20
@@ -175,7 +177,7 @@ class PortsConfig(_Section):
     """Listening ports; 0 lets the operating system choose."""
 
     grpc: Annotated[int, Field(ge=0, le=65_535)] = 0
-    """First router; further routers on other nodes use the same, on the same node the next ones."""
+    """First router; the next routers take the next ports."""
     admin: Annotated[int, Field(ge=0, le=65_535)] = 0
     """Controller's PlacementService."""
     dashboard: Annotated[int, Field(ge=0, le=65_535)] = 0
@@ -231,6 +233,28 @@ class ServiceConfig(_Section):
     def core_rebalance(self) -> RebalanceConfig:
         """The `rebalance` section as the brain's struct."""
         return RebalanceConfig(**self.rebalance.model_dump())
+
+    def rooted(self, folder: Path) -> ServiceConfig:
+        """The same service with every relative path taken from `folder`, the service file's:
+        parts on other machines, and commands run elsewhere, must mean the same files."""
+
+        def under(path: Path | None) -> Path | None:
+            return None if path is None else folder.resolve() / path.expanduser()
+
+        security, model = self.security, self.model
+        paths = ("token_file", "tls_cert_file", "tls_key_file", "tls_ca_file")
+        checkpoint = model.checkpoint
+        if not checkpoint.startswith(("package:", "~")):
+            checkpoint = str(under(Path(checkpoint)))
+        return self.model_copy(
+            update={
+                "model": model.model_copy(update={"checkpoint": checkpoint}),
+                "security": security.model_copy(
+                    update={name: under(getattr(security, name)) for name in paths}
+                ),
+                "state_dir": under(self.state_dir),
+            }
+        )
 
     @model_validator(mode="after")
     def _consistent(self) -> ServiceConfig:

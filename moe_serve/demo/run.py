@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -122,6 +123,8 @@ def run_demo(options: DemoOptions) -> int:
     Raises StartRefused where cluster or service will not start. Leaves nothing running in any case.
     """
     screen = Screen(options.quiet)
+    # A supervisor's SIGTERM ends what was started, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with _service(options, screen) as (config, deployed):
             found = _watched_run(options, config, deployed, screen)

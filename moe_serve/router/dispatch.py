@@ -8,7 +8,6 @@ with fake channels. Only one loop may use it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,12 +31,21 @@ from moe_serve.router.checks import ForwardInput
 from moe_serve.router.combine import combine_rows, gather_rows
 from moe_serve.router.demand import DemandLog
 from moe_serve.router.faults import FaultInjector
-from moe_serve.router.flight import Flight, error_of, ledger_entries, sub_call_of, well_formed
-from moe_serve.router.lanes import ChannelFactory, Lane, Lanes
+from moe_serve.router.flight import (
+    Flight,
+    error_of,
+    internal,
+    ledger_entries,
+    sub_call_of,
+    well_formed,
+)
+from moe_serve.router.lanes import ChannelFactory, Lanes
 from moe_serve.router.ledger import CombinedLedger
-from moe_serve.router.open_work import OpenWork
+from moe_serve.router.permits import Permits
 from moe_serve.router.pulse import Pulse
 from moe_serve.router.settings import RouterSettings
+from moe_serve.router.table_fetch import TableFetch
+from placement.roles.admission import Admission
 from placement.roles.calls import Cause, Contribution
 from placement.roles.router import RouterRole
 from placement.roles.router_records import (
@@ -56,7 +64,6 @@ from placement.topology import NUM_PHASES
 _T = TypeVar("_T")
 SPLIT_BYTES_PER_PAIR = 32
 """Work of the splitter for one pair, in bytes touched: decides whether it runs in a thread."""
-_FETCH_TIMEOUT_S = 1.0
 _DEADLINE_SLACK_S = 0.002
 _KEYS_PER_LIFE = 1 << 40
 
@@ -113,8 +120,15 @@ class RouterCore:
         self._injector = None if settings.fault is None else FaultInjector(settings.fault)
         self._flights: dict[int, Flight] = {}
         self._next_key = first_key
-        self._work = OpenWork(settings.max_open_requests, settings.max_open_rows)
-        self._learning: asyncio.Task[None] | None = None
+        self._permits = Permits(
+            Admission(
+                permits_max=settings.max_open_requests,
+                rows_max=settings.max_open_rows,
+                queue_max=settings.max_waiting_requests,
+            ),
+            clock,
+        )
+        self._fetch = TableFetch(self._fetched)
         self._ticker: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="router-rows")
 
@@ -125,20 +139,21 @@ class RouterCore:
         self._ticker = asyncio.create_task(self._tick())
 
     async def stop(self) -> None:
-        """Fail what is open and close every channel."""
+        """Fail what is open or waits, and close every channel."""
+        self._permits.close()
         for flight in list(self._flights.values()):
             flight.fail(Unavailable("the router is shutting down; use another one"))
-        for task in (self._ticker, self._learning):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        await self._fetch.stop()
         await self._lanes.close()
         self._threads.shutdown(wait=False)
 
     @property
     def open_requests(self) -> int:
         """Requests in work."""
-        return self._work.requests
+        return self._permits.requests
 
     @property
     def ready(self) -> bool:
@@ -209,9 +224,10 @@ class RouterCore:
         counters |= self.pulse.counters()
         counters["demand_pairs"] = float(self.demand.total_pairs)
         counters["dropped_replies"] = float(self.role.dropped_replies)
-        counters["open_requests"] = float(self._work.requests)
-        counters["open_rows"] = float(self._work.rows)
-        counters["rejected"] = float(self._work.refused)
+        counters["open_requests"] = float(self._permits.requests)
+        counters["open_rows"] = float(self._permits.rows)
+        counters["waiting_requests"] = float(self._permits.waiting)
+        counters["rejected"] = float(self._permits.refused)
         return counters
 
     # ------------------------------------------------------------------------------- a request
@@ -219,45 +235,49 @@ class RouterCore:
     async def forward(self, request: ForwardInput, timeout_s: float) -> ForwardOutput:
         """Combined output of one checked request.
 
-        Raises Unavailable, DeadlineExceeded, ResourceExhausted or InvalidArgument (a shard's word);
-        nothing partial is returned, and no task or permit outlives the call, also when it is
-        cancelled.
+        Raises Unavailable, DeadlineExceeded, ResourceExhausted (its own, or a shard's word),
+        InvalidArgument (a shard's word), or MoeServeError where we have a bug; nothing partial is
+        returned, and no task or permit outlives the call, also when it is cancelled.
         """
         rows = int(request.hidden.shape[0])
-        with self._work.taken(rows):
-            began_s = self._clock()
-            try:
-                output = await self._forward(request, began_s, timeout_s)
-            except MoeServeError:
-                self.pulse.add("failed")
-                raise
+        began_s = self._clock()
+        permit = await self._permits.take(rows, began_s + timeout_s)
+        try:
+            output = await self._forward(request, began_s + timeout_s)
+        except MoeServeError:
+            self.pulse.add("failed")
+            raise
+        except Exception as error:
+            self.pulse.add("failed")
+            raise internal(error) from error
+        finally:
+            self._permits.give_back(permit)
         self.pulse.served(rows, self._clock() - began_s)
         return output
 
-    async def _forward(
-        self, request: ForwardInput, began_s: float, timeout_s: float
-    ) -> ForwardOutput:
+    async def _forward(self, request: ForwardInput, deadline_at_s: float) -> ForwardOutput:
+        now_s = self._clock()
         if not request.valid.any():
             return self._nothing_to_do(request)
         if request.attempt == 0:
             counts = count_ids(request.topk_ids, request.valid, self.settings.spec.num_experts)
-            self.demand.count(request.phase, request.layer, counts, began_s)
+            self.demand.count(request.phase, request.layer, counts, now_s)
         flight = Flight(
             key=self._next_key,
             request=request,
-            deadline_at_s=began_s + timeout_s,
+            deadline_at_s=deadline_at_s,
             done=asyncio.get_running_loop().create_future(),
         )
         self._next_key += 1
         self._flights[flight.key] = flight
         added: tuple[Contribution, ...] = ()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(deadline_at_s - now_s):
                 await self._begin(flight)
                 await flight.done
         except TimeoutError:
             raise DeadlineExceeded(
-                f"layer {request.layer} was not finished in {timeout_s:.3f} s; nothing is returned"
+                f"layer {request.layer} was not finished before its deadline; nothing is returned"
             ) from None
         finally:
             added = await self._end(flight)
@@ -321,7 +341,7 @@ class RouterCore:
                 self._lanes.leave(lane)
             step = self._settle(flight, dispatch, reply, fault)
         if lane is not None and reply is not None and self.role.behind(reply.term, reply.epoch):
-            self._learn_from(lane)
+            self._fetch.begin(lane.channel)
         self._apply(step)
 
     def _settle(
@@ -357,8 +377,7 @@ class RouterCore:
                 flight.spawn(partial(self._retry, flight, retry))
 
     async def _retry(self, flight: Flight, retry: Retry) -> None:
-        if self._learning is not None:
-            await asyncio.wait({self._learning})
+        await self._fetch.settled()
         if retry.wait_s > 0:
             await asyncio.sleep(retry.wait_s)
         await self._cover(flight, retry.call_id, Cause.RETRY)
@@ -406,19 +425,9 @@ class RouterCore:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _learn_from(self, lane: Lane) -> None:
-        """A shard knows a newer table: fetch it, once at a time."""
-        if self._learning is None or self._learning.done():
-            self._learning = asyncio.create_task(self._learn(lane))
-
-    async def _learn(self, lane: Lane) -> None:
-        # Not answering, or an odd table: the next reply or the controller will bring it.
-        with contextlib.suppress(MoeServeError, TimeoutError):
-            async with asyncio.timeout(_FETCH_TIMEOUT_S):
-                table = await lane.channel.fetch_table()
-            if table is not None:
-                self.pulse.add("tables_fetched")
-                self.install_table(table)
+    def _fetched(self, table: RoutingTable) -> None:
+        self.pulse.add("tables_fetched")
+        self.install_table(table)
 
     def _disconnected(self, rank: int, incarnation: int, reason: str) -> None:
         self.pulse.add("disconnects")

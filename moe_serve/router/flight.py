@@ -59,11 +59,7 @@ class Flight:
             except MoeServeError as error:
                 self.fail(error)
             except Exception as error:
-                # A bug of ours fails this request alone, typed; the cause stays attached for the
-                # log.
-                internal = MoeServeError("the router failed on this request; see its log")
-                internal.__cause__ = error
-                self.fail(internal)
+                self.fail(internal(error))
 
         task = asyncio.create_task(guarded())
         self.tasks.add(task)
@@ -121,6 +117,13 @@ def well_formed(reply: SubReply, sub_call: SubCall) -> bool:
         and partial.shape == (served, sub_call.rows.shape[1])
         and partial.dtype == sub_call.rows.dtype
     )
+
+
+def internal(error: Exception) -> MoeServeError:
+    """A bug of ours, typed: it fails one request alone; the cause stays attached for the log."""
+    found = MoeServeError("the router failed on this request; see its log")
+    found.__cause__ = error
+    return found
 
 
 def error_of(failure: Failure) -> MoeServeError:

@@ -40,9 +40,11 @@ class RouterSettings:
     default_timeout_s: float = 30.0
     """Deadline of a request that names none."""
     max_open_requests: int = 512
-    """Requests in work at once; above it RESOURCE_EXHAUSTED."""
+    """Requests in work at once; further ones wait."""
     max_open_rows: int = 65_536
-    """Rows in work at once, except of a request alone; above it RESOURCE_EXHAUSTED."""
+    """Rows in work at once, except of a request alone; further ones wait."""
+    max_waiting_requests: int = 512
+    """Requests that wait for room, each until its deadline; above it RESOURCE_EXHAUSTED."""
     max_stream_items: int = 64
     """Items of one stream in work or waiting to be read; above it the stream is read no further."""
     offload_bytes: int = 65_536

@@ -155,7 +155,8 @@ class SlotReleased(Event, frozen=True, kw_only=True, tag=True, eq=False):
 
 class StepFailed(Event, frozen=True, kw_only=True, tag=True, eq=False):
     """A command of the step failed. `code`: no_slot | over_budget | source_lost | digest | timeout
-    | stale_term | io."""
+    | stale_term | io | recalled. `recalled` answers a ReleaseSlot that a recall (VerifyExpert after
+    it) forbade: the slot is kept, and the answer to the recall decides."""
 
     step_id: int
     code: str

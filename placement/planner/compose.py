@@ -168,7 +168,7 @@ def _priced(
         copy_bytes=copied,
         cross_node_bytes=crossed,
         cost_s=cost_s,
-        gain_s_per_s=sum(gains.values()),
+        gain_s_per_s=sum(gains.values(), 0.0),  # a float even where nothing moves
         balancedness_before=usable_balancedness(current, demand, request),
         balancedness_after=usable_balancedness(after, demand, request),
         refused=_refused(ordered, drafts, num_experts),

@@ -169,6 +169,9 @@ class RouterRole:
         if failure is not None:
             return failure
         if cause is Cause.HEDGE:
+            # Counted from here on: while its split is computed it is not due a second time, and one
+            # that finds no other node is not looked at again.
+            self._hedged.add(call_id)
             avoid |= _same_nodes(call, index)
             if not _reachable(index, request.layer, ids[call.pairs != 0], avoid):
                 return None
@@ -196,8 +199,6 @@ class RouterRole:
         if found is None:
             return ()
         cover = self._book.open_cover(found, job.cause, parts, incarnation, epoch, at_s)
-        if job.cause is Cause.HEDGE:
-            self._hedged.add(found.call_id)
         for sub, part in zip(cover.subs, parts, strict=True):
             sent.append(self._dispatch(job, request, found, sub, part, at_s))
         return tuple(sent)

@@ -16,7 +16,9 @@ from collections.abc import Iterator
 import pytest
 
 from moe_serve.bootstrap.local_ray import LocalRay
-from moe_serve.errors import MoeServeError
+from moe_serve.bootstrap.service import deploy
+from moe_serve.config import ServiceConfig
+from moe_serve.errors import MoeServeError, StartRefused
 from tests.marker_checkpoint import (
     EXPERTS,
     LAYERS,
@@ -48,18 +50,21 @@ WORKLOAD = Workload(
 )
 
 
-@pytest.fixture(scope="module")
-def service(ray_cluster: LocalRay, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    scratch = tmp_path_factory.mktemp("killed")
+def killed_config(scratch: Path, service: str) -> ServiceConfig:
     checkpoint = write_marker_checkpoint(scratch / "marker")
-    config = service_config(
-        "killed",
+    return service_config(
+        service,
         str(checkpoint),
-        scratch / "state",
+        scratch / service,
         slots=8,
         rebalance={"drain_wait_s": 1.0},
         limits={"copy_bytes_per_s": COPY_BYTES_PER_S},
     )
+
+
+@pytest.fixture(scope="module")
+def service(ray_cluster: LocalRay, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    config = killed_config(tmp_path_factory.mktemp("killed"), "killed")
     with running(config, fail_point=BETWEEN_JOURNAL_AND_PUBLISH) as deployed:
         # Only what is asked for moves; the pause has to survive as well.
         deployed.admin.pause("the test moves experts itself")
@@ -171,3 +176,15 @@ def test_five_kills_of_the_controller_touch_nothing_else(service: Service) -> No
     assert totals["failed"] == 0
     assert done >= 1
     assert part_pids(end) == part_pids(start)
+
+
+def test_a_controller_that_dies_while_it_starts_leaves_nothing(
+    ray_cluster: LocalRay, tmp_path: Path
+) -> None:
+    from moe_serve.bootstrap.fleet import actor_names
+
+    config = killed_config(tmp_path, "stillborn")
+    with pytest.raises(StartRefused, match="while it starts") as refused:
+        deploy(config, fail_point="after:add:copying")
+    assert "\n" not in refused.value.message
+    assert actor_names("stillborn") == []

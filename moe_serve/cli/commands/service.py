@@ -144,10 +144,9 @@ def _rehearse(
         from moe_serve.bootstrap.preflight import preflight
         from moe_serve.bootstrap.record import service_dir
 
-        need_bytes = max(group.budget_bytes for group in report.groups)
         folder = str(service_dir(config.service, config.state_dir))
         with service.connected(ray_address, ship=ship):
-            checks = preflight(config, alive_nodes(), folder, need_bytes)
+            checks = preflight(config, alive_nodes(), folder, report.slot_bytes)
     fit = report.fits and not any(check.problems for check in checks)
     out.data(
         {"would_start": fit, "size": size_plain(report), "nodes": nodes_plain(checks)},

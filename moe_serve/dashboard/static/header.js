@@ -11,6 +11,8 @@ const WORTH = {
   away: ["■", "controller away"],
   lost: ["■", "page server away"],
 };
+/** Where even placement and moves may be old. */
+const GONE = new Set(["away", "lost", "connecting"]);
 const STATES = { starting: "◌", steady: "●", planning: "◔", moving: "⇄", paused: "❚❚", degraded: "▲" };
 
 const Figure = (/** @type {any} */ { name, title, children, wide }) => html`
@@ -23,7 +25,7 @@ function State() {
   const plan = running.length ? running[running.length - 1].plan_id : "";
   const all = moves.value.filter((m) => m.plan_id === plan);
   const many = state === "moving" && all.length ? ` ${all.filter((m) => m.state === "done").length}/${all.length}` : "";
-  return html`<span class=${`pill is-${state}`}><span aria-hidden="true">${STATES[state] ?? "?"}</span> ${state}${many}</span>`;
+  return html`<span class=${`pill is-${state}`}><span aria-hidden="true">${STATES[state] ?? "?"}</span> ${state}${many}</span>${p && GONE.has(worth.value) && html` <small>last known</small>`}`;
 }
 
 function Imbalance() {

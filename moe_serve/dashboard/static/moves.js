@@ -1,6 +1,6 @@
 // Moves and decisions: what, from where to where, how many bytes, how far, and why.
 import { signal } from "./vendor/signals.js";
-import { folded, frame, html, layer, moves, phase, placement, status } from "./state.js";
+import { folded, frame, html, layer, moves, phase, placement, wall_s } from "./state.js";
 import { fairShare, loadOf, mib, short, span } from "./figures.js";
 
 const SHOWN = 100;
@@ -10,7 +10,7 @@ const STATES = { planned: "◌", running: "⇄", done: "✓", aborted: "✕", dr
 const TABS = [["moves", "Moves"], ["decisions", "Decisions"], ["hottest", "Hottest experts"]];
 const tab = signal("moves");
 
-const ago = (/** @type {number | null} */ wall_s) => (wall_s && status.value ? `${span(Math.max(0, status.value.wall_s - wall_s))} ago` : "–");
+const ago = (/** @type {number | null} */ at_s) => (at_s && wall_s.value ? `${span(Math.max(0, wall_s.value - at_s))} ago` : "–");
 
 function When(/** @type {any} */ { move }) {
   if (move.ended_wall_s) return html`${ago(move.ended_wall_s)}<small> took ${span(move.ended_at_s - move.started_at_s)}</small>`;

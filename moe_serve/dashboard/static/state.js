@@ -9,6 +9,8 @@ export const html = htm.bind(h);
 export const MODES = ["load", "share", "replicas"];
 export const PHASES = ["all", "prefill", "decode"];
 const RECORDS_SHOWN = 300;
+/** A move that ended so long ago is still "just moved". */
+const JUST_S = 6;
 
 /** @type {import("./vendor/signals.js").Signal<any>} */
 export const status = signal(null);
@@ -65,6 +67,9 @@ export const age_s = computed(() => {
   return s?.data_age_s == null ? null : s.data_age_s + Math.max(0, now_ms.value - s.heard_ms) / 1000;
 });
 
+/** Now, by the clock of the page's server, counted on while it is silent; null before it spoke. */
+export const wall_s = computed(() => (status.value ? status.value.wall_s + Math.max(0, now_ms.value - status.value.heard_ms) / 1000 : null));
+
 /** What the figures are worth: live | waiting | stale | away | connecting | lost. */
 export const worth = computed(() => {
   const s = status.value;
@@ -77,8 +82,8 @@ export const worth = computed(() => {
 
 /** Moves that change something now, and those of the last moments, for the rings on the map. */
 export const moving = computed(() => {
-  const wall_s = (status.value?.wall_s ?? 0) + 0;
-  return moves.value.filter((m) => m.state === "running" || (m.state === "done" && m.ended_wall_s && wall_s - m.ended_wall_s < 6));
+  const wall = wall_s.value ?? 0;
+  return moves.value.filter((m) => m.state === "running" || (m.state === "done" && m.ended_wall_s && wall - m.ended_wall_s < JUST_S));
 });
 
 /** Imbalance just before the newest plan that the page has seen both sides of. */

@@ -409,7 +409,7 @@ async def test_what_is_open_when_a_router_stops_fails_typed(world: FakeWorld) ->
 
 @pytest.mark.asyncio
 async def test_too_many_open_requests_are_refused_with_a_wait(world: FakeWorld) -> None:
-    core = a_core(world, max_open_requests=1)
+    core = a_core(world, max_open_requests=1, max_waiting_requests=0)
     world.shards[0].hold = world.shards[1].hold = world.shards[2].hold = asyncio.Event()
     first = asyncio.create_task(core.forward(a_request(), 5.0))
     await asyncio.sleep(0)
