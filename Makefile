@@ -8,7 +8,7 @@ SEED ?= 1
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint fmt types cover proto docs sim chaos picture bench clean
+.PHONY: help setup demo test test-all lint fmt types cover proto docs sim chaos reference picture bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -60,6 +60,9 @@ sim: setup  ## run the simulator's tests: make sim SEED=7
 
 chaos: setup  ## kill, pause and partition parts of a running service
 	$(PYTEST) tests/chaos
+
+reference: setup  ## regenerate docs/reference from the code
+	$(BIN)/python -m docs.make_reference
 
 picture: setup  ## make README's picture of the page from a run of the demo
 	$(BIN)/python -m docs.make_page_image

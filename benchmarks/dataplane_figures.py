@@ -34,7 +34,7 @@ class Figure:
         )
 
     def text(self, digits: int = 3) -> str:
-        """ "0.300 [0.200..0.400]"."""
+        """For people: 0.300 [0.200..0.400]."""
         return f"{self.median:.{digits}f} [{self.low:.{digits}f}..{self.high:.{digits}f}]"
 
 
@@ -60,7 +60,7 @@ def exact(value: float) -> Figure:
 
 def _coverage(n: int, rank: int) -> float:
     outside = sum(comb(n, i) for i in range(rank)) / 2**n
-    return max(0.0, 1.0 - 2.0 * outside)
+    return float(max(0.0, 1.0 - 2.0 * outside))
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> Figure:

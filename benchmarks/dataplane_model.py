@@ -88,7 +88,7 @@ class TokenBatch:
 
     @property
     def label(self) -> str:
-        """ "64 x 1024, top-4"."""
+        """For people: 64 x 1024, top-4."""
         return f"{self.tokens} x {self.hidden.shape[1]}, top-{self.top_k}"
 
 

@@ -1,7 +1,7 @@
 """Write the reference pages from the code: `python -m docs.make_reference`.
 
-docs/reference/config.md comes from the service file's schema, docs/reference/cli.md from the command
-line itself; a test fails where a page differs from what this writes.
+docs/reference/config.md comes from the schema of the service file, docs/reference/cli.md from the
+commands; a test fails where a page differs from what this writes.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import ast
 import enum
 import inspect
+import itertools
 import re
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from typer.models import ArgumentInfo, ParameterInfo
 
 from moe_serve.cli.app import app
 from moe_serve.cli.exits import ExitCode
@@ -31,6 +32,12 @@ _NOTE = (
     "<!-- Written by `python -m docs.make_reference`; a test compares this page with the code. -->"
 )
 _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+_WORDS: dict[type, str] = {str: "TEXT", int: "N", float: "N", Path: "PATH"}
+_CODES = {
+    "OK": "Done.",
+    "FAILED": "Refused, or failed: the error says why.",
+    "INTERRUPTED": "Ctrl-C.",
+}
 _LENGTHS = (("min_length", "at least"), ("max_length", "at most"))
 
 
@@ -39,7 +46,7 @@ def _attribute_docs(kind: type) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef))
     docs: dict[str, str] = {}
-    for node, after in zip(body, body[1:], strict=False):
+    for node, after in itertools.pairwise(body):
         match node, after:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
@@ -50,8 +57,8 @@ def _attribute_docs(kind: type) -> dict[str, str]:
 
 
 def _cell(text: str) -> str:
-    """Text that does not break a table."""
-    return text.replace("|", "\\|")
+    """Text on one line that does not break a table."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _inner(annotation: Any) -> Any:
@@ -109,7 +116,7 @@ def _limits(info: FieldInfo) -> str:
                 found.append(f"{sign} {value:g}" if value < 10**6 else f"{sign} {value:,}")
         for name, words in _LENGTHS:
             if (value := getattr(one, name, None)) is not None:
-                found.append(f"{words} {value} entries")
+                found.append(f"{words} {value}")
         if (pattern := getattr(one, "pattern", None)) is not None:
             found.append(f"matches `{pattern}`")
     return ", ".join(found)
@@ -157,6 +164,14 @@ def _sections(root: type[BaseModel]) -> Iterator[type[BaseModel]]:
             yield from _sections(section)
 
 
+def _meaning(name: str, info: FieldInfo) -> str:
+    """What a field means whose sentence stands elsewhere: on its section, or on its type."""
+    section = _section_of(info.annotation)
+    if section is not None:
+        return inspect.cleandoc(section.__doc__ or "")
+    return {"name": "Name that other sections refer to."}[name]
+
+
 def config_page() -> str:
     """The page of the service file: one table a section."""
     core = _attribute_docs(RebalanceConfig)
@@ -165,18 +180,17 @@ def config_page() -> str:
         "",
         _NOTE,
         "",
-        "One YAML file describes one service. Unknown keys, keys given twice and YAML aliases are faults; "
-        "`moe-serve validate -f FILE`",
-        "prints all faults at once as `file:line:column: field: problem`, and `--show-effective` every "
-        "field with its default. A relative",
-        "path starts at the folder of the file.",
+        "One YAML file describes one service. Unknown keys, keys given twice and YAML aliases are "
+        "faults. `moe-serve validate -f FILE`",
+        "prints all faults at once as `file:line:column: field: problem`; with `--show-effective` "
+        "every field with its value.",
         "",
     ]
     for section in _sections(schema.ServiceConfig):
         own = inspect.cleandoc(section.__doc__ or "").splitlines()
         about = (
-            "How the controller decides and how steps are run. Every duration in seconds, every size "
-            "in bytes."
+            "How the controller decides and how steps are run. Every duration in seconds, every "
+            "size in bytes."
             if section is schema.RebalanceSection
             else " ".join(own)
         )
@@ -184,66 +198,79 @@ def config_page() -> str:
         lines += ["| Field | Type and limits | Default | Meaning |", "|---|---|---|---|"]
         for name, info in section.model_fields.items():
             kind = ", ".join(text for text in (_type_words(info), _limits(info)) if text)
-            about = info.description or core.get(name, "")
-            meaning = _cell(" ".join(about.split()))
+            meaning = _cell(info.description or core.get(name) or _meaning(name, info))
             lines.append(f"| `{name}` | {_cell(kind)} | {_default(info)} | {meaning} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _options(command: Any) -> Iterator[str]:
-    for one in command.params:
-        if one.param_type_name == "argument":
-            spelled = f"`{one.metavar or one.name.upper()}`"
-        else:
-            named = ", ".join(f"`{opt}`" for opt in (*one.opts, *one.secondary_opts))
-            takes = "" if one.is_flag else f" {_value(one)}"
-            spelled = named + takes
-        yield f"| {_cell(spelled)} | {_cell(_about(one))} |"
+def _options(callback: Callable[..., Any]) -> Iterator[str]:
+    """A table row for each argument and option of a command, in order."""
+    hints = get_type_hints(callback, include_extras=True)
+    for name, parameter in inspect.signature(callback).parameters.items():
+        for info in getattr(hints[name], "__metadata__", ()):
+            kind = _inner(get_args(hints[name])[0])
+            yield f"| {_cell(_spelled(name, kind, info))} | {_cell(_about(info, parameter))} |"
 
 
-def _value(one: Any) -> str:
-    choices = getattr(one.type, "choices", None)
-    if choices:
-        words = [c.value if isinstance(c, enum.Enum) else str(c) for c in choices]
-        return "or ".join(f"`{word}` " for word in words).strip()
-    return f"`{one.metavar or one.type.name.upper()}`"
+def _spelled(name: str, kind: type, info: ParameterInfo) -> str:
+    if isinstance(info, ArgumentInfo):
+        return f"`{info.metavar or name.upper()}`"
+    # Inside Annotated the first spelling is taken for a default.
+    declared = [one for one in (info.default, *(info.param_decls or ())) if isinstance(one, str)]
+    declared = declared or [f"--{name.replace('_', '-')}"]
+    spelled = ", ".join(f"`{one}`" for words in declared for one in words.split("/"))
+    if kind is bool:
+        return spelled
+    if issubclass(kind, enum.Enum):
+        return f"{spelled} " + " or ".join(f"`{one.value}`" for one in kind)
+    return f"{spelled} `{info.metavar or _WORDS[kind]}`"
 
 
-def _about(one: Any) -> str:
-    parts = [" ".join((getattr(one, "help", "") or "").split())]
-    low, high = getattr(one.type, "min", None), getattr(one.type, "max", None)
-    if low is not None or high is not None:
-        parts.append(
-            f"From {low:g} to {high:g}." if None not in (low, high) else f"At least {low:g}."
-        )
-    default = one.default() if callable(one.default) else one.default
-    plain = default.value if isinstance(default, enum.Enum) else default
-    if one.required:
+def _about(info: ParameterInfo, parameter: inspect.Parameter) -> str:
+    parts = [" ".join((info.help or "").split())]
+    if info.min is not None and info.max is not None:
+        parts.append(f"From {info.min:g} to {info.max:g}.")
+    elif info.min is not None:
+        parts.append(f"At least {info.min:g}.")
+    default = parameter.default
+    if default is inspect.Parameter.empty:
         parts.append("Required.")
-    elif isinstance(plain, str | int | float) and not isinstance(plain, bool) and plain != "":
-        parts.append(f"Default: `{plain}`.")
-    elif getattr(one, "secondary_opts", None):
-        parts.append(f"Default: `{one.opts[0] if plain else one.secondary_opts[0]}`.")
-    if getattr(one, "envvar", None):
-        parts.append(f"Also read from `{one.envvar}`.")
-    return " ".join(part for part in parts if part)
+    elif isinstance(default, enum.Enum):
+        parts.append(f"Default: `{default.value}`.")
+    elif default is True:
+        parts.append("Default: yes.")
+    elif default not in (None, False, ""):
+        parts.append(f"Default: `{default}`.")
+    if info.envvar:
+        parts.append(f"Also read from `{info.envvar}`.")
+    return " ".join(parts)
+
+
+def _usage(callback: Callable[..., Any]) -> str:
+    hints = get_type_hints(callback, include_extras=True)
+    arguments = [
+        info.metavar or name.upper()
+        for name in inspect.signature(callback).parameters
+        for info in getattr(hints[name], "__metadata__", ())
+        if isinstance(info, ArgumentInfo)
+    ]
+    return " ".join(["moe-serve", callback.__name__, "[OPTIONS]", *arguments])
 
 
 def cli_page() -> str:
     """The page of the command line: global options, exit codes, one table a command."""
-    root: Any = typer.main.get_command(app)
-    codes = _attribute_docs(ExitCode)
+    assert app.registered_callback is not None
+    assert app.registered_callback.callback is not None
+    codes = _CODES | _attribute_docs(ExitCode)
     lines = [
         "# The command line",
         "",
         _NOTE,
         "",
-        root.help,
-        "",
         "Data goes to standard output, progress and errors to standard error. `-o json` is for "
-        "programs; a command that goes on prints one",
-        "JSON document a line.",
+        "programs; a command that",
+        "goes on prints one JSON document a line. `-h` after a command prints its help.",
         "",
         "## Global options",
         "",
@@ -251,25 +278,21 @@ def cli_page() -> str:
         "",
         "| Option | Meaning |",
         "|---|---|",
-        *_options(root),
+        *_options(app.registered_callback.callback),
         "",
         "## Exit codes",
         "",
         "| Code | Name | Meaning |",
         "|---|---|---|",
     ]
-    for code in ExitCode:
-        lines.append(f"| {code.value} | {code.name} | {codes.get(code.name, '')} |")
+    lines += [f"| {one.value} | {one.name} | {codes[one.name]} |" for one in ExitCode]
     lines.append("")
-    for name, command in root.commands.items():
-        arguments = [
-            one.metavar or one.name.upper()
-            for one in command.params
-            if one.param_type_name == "argument"
-        ]
-        usage = " ".join(["moe-serve", name, "[OPTIONS]", *arguments])
-        lines += [f"## {name}", "", f"`{usage}`", "", inspect.cleandoc(command.help or ""), ""]
-        lines += ["| Option | Meaning |", "|---|---|", *_options(command), ""]
+    for command in app.registered_commands:
+        callback = command.callback
+        assert callback is not None
+        lines += [f"## {callback.__name__}", "", f"`{_usage(callback)}`", ""]
+        lines += [inspect.cleandoc(callback.__doc__ or ""), ""]
+        lines += ["| Option | Meaning |", "|---|---|", *_options(callback), ""]
     return "\n".join(lines)
 
 

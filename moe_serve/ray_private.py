@@ -1,12 +1,13 @@
 """The few private Ray calls the service needs, in one place so that a Ray upgrade is checked here.
 
 Responsible for: draining nodes, the atomic create-if-absent in Ray's key-value store that claims a
-term, and the first question to a cluster's head. Called by `bootstrap` only. Written for
-ray>=2.60,<2.62.
+term, the first question to a cluster's head, and starting a node without Ray Client. Called by
+`bootstrap` only. Written for ray>=2.60,<2.62.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from ray._private import services as _services
@@ -62,3 +63,20 @@ def actor_nodes() -> dict[str, str]:
         for entry in table.values()
         if entry["Name"] and entry["State"] in {"ALIVE", "PENDING_CREATION", "RESTARTING"}
     }
+
+
+def start_node(arguments: list[str]) -> None:
+    """`ray start` with these arguments, Ray Client's server left out.
+
+    Nothing here uses it, no option switches it off, and it would listen on one fixed port, which
+    two clusters of a machine would share without a word. Does not return with --block.
+    """
+    from ray.scripts import scripts
+
+    off = ImportError("not wanted here")
+    scripts.get_ray_client_dependency_error = lambda: off  # type: ignore[attr-defined]
+    scripts.start.main(args=arguments, prog_name="ray start")
+
+
+if __name__ == "__main__":
+    start_node(sys.argv[1:])

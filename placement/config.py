@@ -19,6 +19,9 @@ class RebalanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     policy: str = "incremental"
     """Name in `placement.policy.POLICIES`."""
+    first_policy: str = "static"
+    """The same, for empty ranks while no load is known. `static` fills every slot; `incremental`
+    leaves the spare ones empty for the first experts that get hot."""
     window_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 2.0
     """Length of a load window; a decision may follow each."""
     windows_kept: Annotated[int, Meta(ge=2, le=64)] = 8

@@ -141,8 +141,8 @@ class ExpertLayout:
 
     def slots_of(self, layer: int, expert: int) -> tuple[SlotId, ...]:
         """Slots that hold the expert, by rank and index."""
-        rank, index = np.nonzero(self.slots == layer * self.num_experts + expert)
-        return tuple(SlotId(int(r), int(i)) for r, i in zip(rank, index, strict=True))
+        found = np.flatnonzero(self.slots.ravel() == layer * self.num_experts + expert)
+        return tuple(SlotId(*divmod(place, self.slots.shape[1])) for place in found.tolist())
 
     def empty_slots(self, rank: int) -> tuple[int, ...]:
         """Indices of the rank's empty slots, ascending."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -25,6 +25,7 @@ from moe_serve.ports import NodeInfo
 from moe_serve.router.actor import RouterActor, RouterRemote
 from moe_serve.shard.actor import SHARD_ENV_VARS, RayShardPort, remote_shard_actor
 
+_T = TypeVar("_T")
 NAMESPACE = "moe_serve"
 """Ray namespace of every actor of every service."""
 START_TIMEOUT_S = 120.0
@@ -100,7 +101,7 @@ class RayFleet:
             label_selector={"ray.io/node-id": node.node_id},
             runtime_env={"env_vars": self._environment(SHARD_ENV_VARS, group.num_gpus)},
         )
-        handle = await asyncio.to_thread(actor.remote, settings)
+        handle = await _off_loop(actor.remote, settings)
         port = RayShardPort(handle)
         await self._first_answer(name, handle.describe.remote())
         return port
@@ -131,7 +132,7 @@ class RayFleet:
             label_selector={"ray.io/node-id": node.node_id},
             runtime_env={"env_vars": self._environment(SHARD_ENV_VARS, 0)},
         )
-        handle = await asyncio.to_thread(actor.remote, settings, self._plan.wire_keys)
+        handle = await _off_loop(actor.remote, settings, self._plan.wire_keys)
         remote = RouterRemote(handle)
         await self._first_answer(name, handle.start.remote())
         await remote.start()  # raises StartRefused with the router's own words
@@ -139,34 +140,34 @@ class RayFleet:
 
     async def find_shard(self, name: str) -> RayShardPort | None:
         """See `ports.Fleet.find_shard`."""
-        handle = await asyncio.to_thread(_actor, name)
+        handle = await _off_loop(_actor, name)
         return None if handle is None else RayShardPort(handle)
 
     async def find_router(self, name: str) -> RouterRemote | None:
         """See `ports.Fleet.find_router`."""
-        handle = await asyncio.to_thread(_actor, name)
+        handle = await _off_loop(_actor, name)
         return None if handle is None else RouterRemote(handle)
 
     async def part_names(self) -> tuple[str, ...]:
         """See `ports.Fleet.part_names`."""
         return tuple(
             name
-            for name in await asyncio.to_thread(actor_names, self._service)
+            for name in await _off_loop(actor_names, self._service)
             if parse(self._service, name) is not None
         )
 
     async def kill(self, name: str) -> None:
         """See `ports.Fleet.kill`."""
-        await asyncio.to_thread(kill_actor, name)
+        await _off_loop(kill_actor, name)
 
     async def alive(self, name: str) -> bool:
         """See `ports.Fleet.alive`. Ray drops the name of a dead actor."""
-        return await asyncio.to_thread(_actor, name) is not None
+        return await _off_loop(_actor, name) is not None
 
     async def nodes(self) -> tuple[NodeInfo, ...]:
         """See `ports.Fleet.nodes`."""
         listed, draining = await asyncio.gather(
-            asyncio.to_thread(_ray_nodes), asyncio.to_thread(ray_private.draining_nodes)
+            _off_loop(_ray_nodes), _off_loop(ray_private.draining_nodes)
         )
         found = []
         for info in listed:
@@ -178,11 +179,11 @@ class RayFleet:
 
     async def claim_term(self, term: int) -> bool:
         """See `ports.Fleet.claim_term`."""
-        return await asyncio.to_thread(ray_private.claim_term, self._service, term)
+        return await _off_loop(ray_private.claim_term, self._service, term)
 
     async def highest_term(self) -> int:
         """See `ports.Fleet.highest_term`."""
-        return await asyncio.to_thread(ray_private.highest_term, self._service)
+        return await _off_loop(ray_private.highest_term, self._service)
 
     def _host(self, node: RayNode) -> str:
         return "127.0.0.1" if self._plan.config.network == "loopback" else node.ip
@@ -201,9 +202,9 @@ class RayFleet:
         Raises StartRefused where no node matches.
         """
         nodes, draining, listed = await asyncio.gather(
-            asyncio.to_thread(alive_nodes),
-            asyncio.to_thread(ray_private.draining_nodes),
-            asyncio.to_thread(_parts_of, self._service, kind),
+            _off_loop(alive_nodes),
+            _off_loop(ray_private.draining_nodes),
+            _off_loop(_parts_of, self._service, kind),
         )
         begin = _part_prefix(self._service, kind)
         going = {part: node for part, node in self._going.items() if part.startswith(begin)}
@@ -231,6 +232,15 @@ class RayFleet:
         except RayError as error:
             await self.kill(name)
             raise Unavailable(f"{name} did not start: {type(error).__name__}") from error
+
+
+async def _off_loop(call: Callable[..., _T], *args: Any) -> _T:
+    """Run a blocking call of Ray in a thread. Raises Unavailable where the cluster's head gives no
+    answer: that says nothing about the parts."""
+    try:
+        return await asyncio.to_thread(call, *args)
+    except (RayError, ConnectionError) as error:
+        raise Unavailable(f"Ray gives no answer: {type(error).__name__}") from error
 
 
 async def _answer(reference: Any) -> Any:

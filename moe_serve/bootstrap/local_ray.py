@@ -120,8 +120,7 @@ def _spawn(
     command = [
         sys.executable,
         "-m",
-        "ray.scripts.scripts",
-        "start",
+        "moe_serve.ray_private",
         *place,
         f"--num-cpus={num_cpus}",
         f"--num-gpus={num_gpus}",

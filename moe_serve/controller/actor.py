@@ -15,17 +15,16 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-import structlog
 
 from moe_serve.controller.service import ControllerService
 from moe_serve.controller.settings import ControllerSettings
 from moe_serve.errors import MoeServeError, StartRefused
 from moe_serve.ports import Fleet
+from moe_serve.telemetry import Metrics, make_logger
+from moe_serve.telemetry.sink import RaySink
 
 START_PAUSE_S = 5.0
 """Wait before a start that failed for something that may pass is tried again."""
-
-_log = structlog.get_logger(__name__)
 
 
 class ControllerActor:
@@ -39,7 +38,10 @@ class ControllerActor:
     async def __init__(self, settings: ControllerSettings, fleet: Fleet) -> None:  # type: ignore[misc]
         if not settings.host:
             settings = replace(settings, host=_node_address())
-        self._service = ControllerService(settings, fleet, on_fatal=_end_process)
+        self._log = make_logger(part="controller", service=settings.service_id)
+        self._service = ControllerService(
+            settings, fleet, on_fatal=_end_process, metrics=Metrics(RaySink())
+        )
         self._fault = ""
         self._starting = asyncio.get_running_loop().create_task(self._start_until_up())
 
@@ -79,12 +81,17 @@ class ControllerActor:
         except MoeServeError as error:
             self._fault = error.message
             return False
+        except Exception as error:
+            # A folder without rights, a damaged disk, Ray's head away, a bug: told, and tried
+            # again, since nobody else would start the service of a restarted actor.
+            self._fault = f"{type(error).__name__}: {error}"
+            return False
         self._fault = ""
         return True
 
     async def _start_until_up(self) -> None:
         while not await self._try_start():
-            _log.warning("controller did not start", reason=self._fault)
+            self._log.warning("controller did not start", reason=self._fault)
             await asyncio.sleep(START_PAUSE_S)
 
 

@@ -21,6 +21,7 @@ import msgspec
 from moe_serve.controller.book import Book
 from moe_serve.controller.clock import DriverClock
 from moe_serve.controller.fail_points import FailPoints
+from moe_serve.controller.figures import Figures
 from moe_serve.controller.journal import Journal
 from moe_serve.controller.journal_rows import (
     Row,
@@ -88,6 +89,7 @@ class Driver:
         clock: DriverClock,
         executor: Executor,
         book: Book,
+        figures: Figures,
         bell: Bell,
         parts: Callable[[], tuple[str, ...]],
         fail_points: FailPoints,
@@ -98,6 +100,7 @@ class Driver:
         self._clock = clock
         self._executor = executor
         self._book = book
+        self._figures = figures
         self._bell = bell
         self._parts = parts
         self._fail_points = fail_points
@@ -169,6 +172,9 @@ class Driver:
             self._book.window = event.window
         effects = self.engine.step(event)
         self._book.add(effects.records)
+        self._figures.decided(effects.records)
+        if isinstance(event, WindowClosed):
+            self._figures.window_closed(self.engine.state, event.window)
         run = self.engine.state.run
         self._book.note(effects.transitions, () if run is None else run.steps)
         await self._write_and_execute(effects, at_s)

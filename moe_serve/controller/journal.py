@@ -7,13 +7,14 @@ Called by the driver and by the life that owns it.
 
 One first-in-first-out queue feeds the thread: an input that was handed over before a commit is
 written before it. A full disk fails commits with JournalFull and cuts the inputs log until its next
-segment; nothing else stops.
+segment, as anything else that is wrong with that log does; nothing else stops.
 """
 
 from __future__ import annotations
 
 import asyncio
 import queue
+import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -199,7 +200,9 @@ class Journal:
         for first in range(0, len(rows), INPUTS_BATCH_MAX):
             try:
                 self._stores.inputs.append(rows[first : first + INPUTS_BATCH_MAX])
-            except JournalFull:
+            except (JournalFull, sqlite3.Error):
+                # Whatever is wrong with the inputs costs replay only. The writer must outlive it:
+                # commits wait for nobody else.
                 with self._lock:
                     self._cut = True
                     self.inputs_cut += len(rows) - first
@@ -220,7 +223,7 @@ class Journal:
                 total -= size
             if gone:
                 self._stores.inputs.drop(gone)
-        except JournalFull:
+        except (JournalFull, sqlite3.Error):
             self._cut = True
 
 

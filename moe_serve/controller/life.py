@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import structlog
+
 from moe_serve.controller.beginning import Beginning
 from moe_serve.controller.book import Book
 from moe_serve.controller.creation import PartCreator
 from moe_serve.controller.driver import Driver
 from moe_serve.controller.executor import CommandExecutor
 from moe_serve.controller.fail_points import FailPoints
+from moe_serve.controller.figures import Figures
 from moe_serve.controller.journal_rows import snapshot_row
 from moe_serve.controller.parts import AnyPart, PartTable, ShardPart
 from moe_serve.controller.polls import Polls
@@ -24,6 +27,7 @@ from moe_serve.controller.supervision import Supervision
 from moe_serve.controller.tasks import Bell, Tasks
 from moe_serve.errors import StaleTerm
 from moe_serve.ports import Fleet
+from moe_serve.telemetry import Metrics
 from placement.engine.state import RankStatus
 from placement.load import LoadFolder
 from placement.messages.effects import Answer
@@ -42,6 +46,8 @@ class Life:
         book: Book,
         bell: Bell,
         fail_points: FailPoints,
+        log: structlog.typing.FilteringBoundLogger,
+        metrics: Metrics,
     ) -> None:
         self.settings = settings
         self.beginning = beginning
@@ -100,6 +106,9 @@ class Life:
             clock=self.clock,
             executor=self._executor,
             book=book,
+            figures=Figures(
+                settings.spec, self.parts, log=log.bind(term=self.term), metrics=metrics
+            ),
             bell=bell,
             parts=lambda: tuple(self.parts.names),
             fail_points=fail_points,

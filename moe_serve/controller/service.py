@@ -12,8 +12,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import structlog
-
 from moe_serve.controller.admin_server import AdminServer
 from moe_serve.controller.beginning import begin
 from moe_serve.controller.book import Book
@@ -24,15 +22,16 @@ from moe_serve.controller.tasks import Bell
 from moe_serve.controller.views import Sight, placement_view, router_ready
 from moe_serve.errors import MoeServeError, StaleTerm, Unavailable
 from moe_serve.ports import Fleet
+from moe_serve.telemetry import Metrics, NullSink, make_logger
 
 FENCED_PAUSE_S = 1.0
 """Wait before a fenced controller claims again; doubles with each fence in a row, up to 60 s, so
 that two of them do not chase each other."""
 FENCED_PAUSE_MAX_S = 60.0
+TRACE_LINES_MAX = 24
+"""Entries of a trace in the log."""
 CALM_S = 120.0
 """A life that lasted this long ends the row of fences."""
-
-_log = structlog.get_logger(__name__)
 
 
 class ControllerService:
@@ -40,7 +39,7 @@ class ControllerService:
 
     owner: name of this machine, as the journal records it. crash: what a fail point does. on_fatal:
     called where the controller cannot go on because of a bug; an actor ends its process then, so
-    that Ray restarts it.
+    that Ray restarts it. metrics: where samples go; None keeps none.
     """
 
     def __init__(
@@ -52,6 +51,7 @@ class ControllerService:
         serve_admin: bool = True,
         crash: Callable[[], None] = kill_self,
         on_fatal: Callable[[BaseException], None] = lambda error: None,
+        metrics: Metrics | None = None,
     ) -> None:
         self.settings = settings
         self.book = Book(records_kept=settings.records_kept, moves_kept=settings.moves_kept)
@@ -59,6 +59,8 @@ class ControllerService:
         self._owner = owner or platform.node()
         self._crash = crash
         self._on_fatal = on_fatal
+        self._metrics = metrics or Metrics(NullSink())
+        self._log = make_logger(part="controller", service=settings.service_id)
         self._serve_admin = serve_admin
         self._starting = asyncio.Lock()
         self._life: Life | None = None
@@ -214,15 +216,16 @@ class ControllerService:
             book=self.book,
             bell=self.bell,
             fail_points=FailPoints(armed, self._crash),
+            log=self._log,
+            metrics=self._metrics,
         )
         try:
             await life.open()
         except BaseException:
             await life.stop()
             raise
-        _log.info(
+        self._log.info(
             "controller began",
-            service=self.settings.service_id,
             term=life.term,
             going_on=beginning.going_on,
             adopted=len(beginning.adopted.shards) + len(beginning.adopted.routers),
@@ -241,7 +244,7 @@ class ControllerService:
                 self._life = None
                 await life.stop()
                 fences = 1 if life.clock.now_s() - began_s > CALM_S else fences + 1
-                _log.warning("controller was fenced", term=life.term, by_term=error.term)
+                self._log.warning("controller was fenced", term=life.term, by_term=error.term)
                 life = await self._begin_again(error.term, fences)
                 self._life = life
                 self.bell.ring()
@@ -249,9 +252,10 @@ class ControllerService:
                 raise
             except BaseException as error:
                 self._life = None
-                # As text without local variables: those may hold what no log may.
-                trace = "".join(traceback.format_exception(error))
-                _log.error("controller cannot go on", term=life.term, trace=trace)
+                # As text without local variables: those may hold what no log may. The newest
+                # frames are last.
+                trace = traceback.format_exception(error)[-TRACE_LINES_MAX:]
+                self._log.error("controller cannot go on", term=life.term, trace=trace)
                 await life.stop()
                 self._on_fatal(error)
                 return
@@ -265,5 +269,5 @@ class ControllerService:
             except StaleTerm as error:
                 term_seen = max(term_seen, error.term)
             except MoeServeError as error:
-                _log.warning("controller could not begin again", reason=error.message)
+                self._log.warning("controller could not begin again", reason=error.message)
             pause_s = min(2 * pause_s, FENCED_PAUSE_MAX_S)

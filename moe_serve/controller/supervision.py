@@ -18,7 +18,7 @@ from moe_serve.controller.polls import Polls
 from moe_serve.controller.publisher import Publisher
 from moe_serve.controller.settings import SupervisionLimits
 from moe_serve.controller.tasks import Tasks
-from moe_serve.errors import MoeServeError
+from moe_serve.errors import MoeServeError, ResourceExhausted
 from moe_serve.ports import Fleet
 from placement.load import LoadFolder
 from placement.messages.effects import Answer
@@ -92,14 +92,17 @@ class Supervision:
 
     async def _follow(self, leaving: set[str]) -> None:
         on_leaving = {r for r, p in self._parts.shards.items() if p.info.node in leaving}
-        for rank in sorted(on_leaving - self._drained):
-            # A refusal leaves a record, and is asked again only once the node's state changes.
-            self._drained.add(rank)
-            await self._ask(partial(_drain, rank))
-        for rank in sorted(self._drained - on_leaving):
-            # Gone with its node, or the drain was taken back: its next life may hold replicas.
-            self._drained.discard(rank)
-            await self.undrain(rank)
+        try:
+            for rank in sorted(on_leaving - self._drained):
+                # A refusal leaves a record, and is asked again only once the node's state changes.
+                await self._ask(partial(_drain, rank))
+                self._drained.add(rank)
+            for rank in sorted(self._drained - on_leaving):
+                # Gone with its node, or the drain was taken back: its next life may hold replicas.
+                await self.undrain(rank)
+                self._drained.discard(rank)
+        except ResourceExhausted:
+            return  # too many operators wait for an answer: the next look asks again
 
     async def undrain(self, rank: int) -> Answer:
         """Let a rank hold replicas again; one that was lost while it drained gets a new shard."""

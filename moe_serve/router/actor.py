@@ -17,15 +17,19 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import msgspec
+from ray.exceptions import RayActorError, RayError
 
 from moe_serve.errors import InvalidArgument, MoeServeError, StaleTerm, StartRefused, Unavailable
 from moe_serve.ports import RouterInfo, RouterReport, ShardChannel
 from moe_serve.router import kernels as router_kernels
 from moe_serve.router.dispatch import RouterCore
+from moe_serve.router.figures import RouterFigures
 from moe_serve.router.lanes import ChannelFactory, OnDisconnect
 from moe_serve.router.ledger import LedgerPage
 from moe_serve.router.service import RouterServer
 from moe_serve.router.settings import RouterSettings
+from moe_serve.telemetry import Metrics
+from moe_serve.telemetry.sink import RaySink
 from moe_serve.wire.channel import ZmqShardChannel
 from moe_serve.wire.security import CurveKeys
 from placement.messages.codec import decode_as, encode
@@ -33,6 +37,11 @@ from placement.roles import kernels as role_kernels
 from placement.routing import RankAddress, RoutingTable
 from placement.split import kernels as split_kernels
 from placement.split.pairs import kernels as pair_kernels
+
+CALL_TIMEOUT_S = 10.0
+"""Longest wait for an answer."""
+START_TIMEOUT_S = 120.0
+"""Longest wait for a start: a cold node compiles the kernels first."""
 
 
 class InstallAnswer(msgspec.Struct, frozen=True):
@@ -69,6 +78,7 @@ class RouterActor:
         self._keys = keys
         self._core: RouterCore | None = None
         self._server: RouterServer | None = None
+        self._figures = RouterFigures(Metrics(RaySink()))
         self._starting = asyncio.Lock()
 
     async def start(self) -> bytes:
@@ -105,7 +115,9 @@ class RouterActor:
 
     async def report(self, acked_seq: int) -> bytes:
         """RouterReport after `acked_seq`."""
-        return encode(self._running().report(acked_seq))
+        report = self._running().report(acked_seq)
+        self._figures.tell(report)
+        return encode(report)
 
     async def take_ledger(self, max_entries: int) -> bytes:
         """LedgerPage: the oldest entries of the combined ledger, removed."""
@@ -133,7 +145,8 @@ class RouterRemote:
 
     async def start(self) -> RouterInfo:
         """Start serving. Raises StartRefused, Unavailable."""
-        answer = decode_as(await _call(self._handle.start.remote()), StartAnswer)
+        reply = await _call(self._handle.start.remote(), START_TIMEOUT_S)
+        answer = decode_as(reply, StartAnswer)
         if answer.info is None:
             raise StartRefused(answer.fault)
         return answer.info
@@ -164,13 +177,18 @@ class RouterRemote:
 
     async def stop(self, grace_s: float) -> None:
         """Let open calls finish, then close. Raises Unavailable."""
-        await _call(self._handle.stop.remote(grace_s))
+        await _call(self._handle.stop.remote(grace_s), CALL_TIMEOUT_S + grace_s)
 
 
-async def _call(reply: Awaitable[Any]) -> Any:
-    import ray.exceptions
-
+async def _call(reply: Awaitable[Any], timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    """The answer. Whatever Ray raises is Unavailable: also a part that is there and cannot answer
+    yet, such as one whose controller died before it was told to start."""
     try:
-        return await reply
-    except ray.exceptions.RayActorError as error:
+        async with asyncio.timeout(timeout_s):
+            return await reply
+    except TimeoutError as error:
+        raise Unavailable(f"the router did not answer within {timeout_s:g} s") from error
+    except RayActorError as error:
         raise Unavailable("the router actor is gone") from error
+    except RayError as error:
+        raise Unavailable(f"the router failed: {type(error).__name__}") from error

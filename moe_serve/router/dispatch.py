@@ -161,8 +161,7 @@ class RouterCore:
         table = self.role.table
         return table is not None and not table.missing()
 
-    # ------------------------------------------------------------------------------- controller's
-    # side
+    # ------------------------------------------------------------------------- controller's side
 
     def install_table(self, table: RoutingTable, peers: Sequence[str] | None = None) -> int:
         """Use a table for new batches if it is newer. Returns the applied epoch.

@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import structlog
 from grpc_health.v1 import (  # type: ignore[import-untyped]
     health,
     health_pb2,
@@ -31,9 +30,9 @@ from moe_serve.rpc import API_VERSION, codec, dispatch_pb2, dispatch_pb2_grpc
 from moe_serve.rpc.auth import AuthInterceptor, TokenChecker, TokenFile
 from moe_serve.rpc.options import server_credentials, server_options
 from moe_serve.rpc.status import abort, to_item_error
+from moe_serve.telemetry import make_logger
 
 SERVICE_NAME = dispatch_pb2.DESCRIPTOR.services_by_name["DispatchService"].full_name
-_log = structlog.get_logger(__name__)
 
 
 class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
@@ -43,6 +42,7 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         self._core = core
         self._settings = core.settings
         self._own_address = own_address
+        self._log = make_logger(part=core.settings.router, incarnation=core.settings.incarnation)
 
     async def GetModelSpec(
         self, request: dispatch_pb2.GetModelSpecRequest, context: Any
@@ -84,7 +84,7 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         try:
             return await self._answer(request, default_s if left_s is None else left_s)
         except MoeServeError as error:
-            self._log(error, request)
+            self._note(error, request)
             await abort(context, error)
             raise AssertionError("abort always raises") from error
 
@@ -114,7 +114,7 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         try:
             response = await self._answer(item.request, timeout_s)
         except MoeServeError as error:
-            self._log(error, item.request)
+            self._note(error, item.request)
             return dispatch_pb2.StreamForwardResponse(
                 sequence=item.sequence, error=to_item_error(error)
             )
@@ -132,12 +132,11 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         output = await self._core.forward(checked, timeout_s)
         return _response(output, checked.dtype)
 
-    def _log(self, error: MoeServeError, request: dispatch_pb2.ForwardRequest) -> None:
+    def _note(self, error: MoeServeError, request: dispatch_pb2.ForwardRequest) -> None:
         # Only what went wrong inside: a caller's fault is told to the caller.
         if error.code == "INTERNAL":
-            _log.error(
+            self._log.error(
                 "request failed",
-                router=self._settings.router,
                 layer=request.layer,
                 cause=repr(error.__cause__ or error),
             )

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 
-from moe_serve.errors import DeadlineExceeded
+from moe_serve.errors import DeadlineExceeded, Unavailable
 from moe_serve.ports import ShardAnswer, ShardCommand, ShardInfo, ShardReport
 from moe_serve.shard.commands import ShardCommands
 from moe_serve.shard.compute.base import ComputeBackend
@@ -181,8 +181,10 @@ class Shard:
         )
 
     def probe(self) -> float:
-        """Seconds of one row through queue and compute thread. Raises Unavailable,
-        DeadlineExceeded."""
+        """Seconds of one row through queue and compute thread. Raises Unavailable (also where no
+        router could reach the queue any more), DeadlineExceeded."""
+        if self._address is not None and not self.wire.alive:
+            raise Unavailable("the wire thread has ended: no router reaches this shard")
         try:
             return self.core.probe().result(PROBE_TIMEOUT_S)
         except TimeoutError as error:

@@ -1,7 +1,7 @@
 """Logs and metrics of the parts: JSON lines without payload or secret, and a bounded set of series.
 
 Responsible for their form and their limits. Must never decide what happened: callers hand in
-decision records and figures. Called by controller, router, shard, dashboard and CLI.
+decision records and figures. Called by controller and router.
 """
 
 from moe_serve.telemetry.logs import Level, LogFile, make_logger

@@ -54,7 +54,7 @@ def rank_joined(turn: Turn, event: RankJoined) -> None:
         rank_lost(
             turn, event.rank, rank.incarnation, "replaced by a new incarnation", replace=False
         )
-    known = rank.holds
+    known, returns = rank.holds, rank.incarnation >= 0
     rank.node, rank.failure_domain, rank.profile = event.node, event.failure_domain, event.profile
     rank.address, rank.incarnation = event.address, incarnation
     rank.suspected_at_s = NEVER_S
@@ -62,11 +62,7 @@ def rank_joined(turn: Turn, event: RankJoined) -> None:
     if known:
         _reconcile(turn, rank, event)
     else:
-        rank.num_slots = event.num_slots
-        rank.budget_bytes = event.num_slots * turn.spec.slot_bytes
-        rank.slots = [SlotState() for _ in range(event.num_slots)]
-        if 0 <= event.num_slots <= rank.wanted_slots:
-            rank.wanted_slots = rank.wanted_bytes = -1
+        _take_size(turn, rank, event.num_slots, returns=returns)
     turn.changed()
     adopted, orphans = _adopt(turn, rank, event.resident)
     state.retry_at_s.clear()
@@ -81,6 +77,21 @@ def rank_joined(turn: Turn, event: RankJoined) -> None:
             "orphans": float(orphans),
         },
     )
+
+
+def _take_size(turn: Turn, rank: RankState, num_slots: int, *, returns: bool) -> None:
+    """A new life starts with the slots of the service file. A budget that was set since then is the
+    rank's, not the lost shard's: it is wanted again."""
+    slots, budget_bytes = rank.num_slots, rank.budget_bytes
+    if rank.wanted_slots >= 0:
+        slots, budget_bytes = rank.wanted_slots, rank.wanted_bytes
+    rank.num_slots = num_slots
+    rank.budget_bytes = num_slots * turn.spec.slot_bytes
+    rank.slots = [SlotState() for _ in range(num_slots)]
+    rank.wanted_slots = rank.wanted_bytes = -1
+    if returns and slots != num_slots:
+        rank.wanted_slots, rank.wanted_bytes = slots, budget_bytes
+        turn.record("budget", "noted", f"rank {rank.rank}: {num_slots} -> {slots} slots, as before")
 
 
 def _why_not(turn: Turn, event: RankJoined) -> str:

@@ -7,6 +7,8 @@ about plans. Called by supervise, ranks and the engine's answers.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from placement.cost import copy_seconds
 from placement.engine.state import NEVER_S, RankStatus, SlotUse, StepRun, shown_key
 from placement.engine.turn import Turn
@@ -222,12 +224,8 @@ def find_source(turn: Turn, run: StepRun) -> CopySource:
 
 def copies_out_of(turn: Turn) -> dict[int, int]:
     """Copies running out of each rank (checkpoint reads are -1)."""
-    busy: dict[int, int] = {}
-    for step_id in sorted(turn.state.copying):
-        other = turn.known_step(step_id)
-        if other.state != AddState.ABORTING:
-            busy[other.source_rank] = busy.get(other.source_rank, 0) + 1
-    return busy
+    copying = turn.open_steps(turn.state.copying)
+    return Counter([s.source_rank for s in copying if s.state != AddState.ABORTING])
 
 
 def price_copy(turn: Turn, run: StepRun, source: CopySource) -> float:

@@ -7,6 +7,8 @@ by the engine after every event, until nothing moves any more.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from placement.engine.runs import did_its_work, finish_run, has_ended, open_wave
 from placement.engine.state import NEVER_S, PlanRun, RankStatus, RunState, SlotUse, StepRun
 from placement.engine.steps import copies_out_of, find_source, fire, offer, price_copy
@@ -58,15 +60,12 @@ def _begin_adds(turn: Turn, run: PlanRun) -> bool:
     if not run.waiting:
         return False
     moved = False
-    into: dict[int, int] = {}
-    for step_id in sorted(turn.state.copying):
-        rank = turn.known_step(step_id).step.slot.rank
-        into[rank] = into.get(rank, 0) + 1
+    into = Counter([s.step.slot.rank for s in turn.open_steps(turn.state.copying)])
     most = turn.config.wave_adds_per_rank
-    open_ranks = sorted(rank for rank in run.waiting if into.get(rank, 0) < most)
+    open_ranks = sorted(rank for rank in run.waiting if into[rank] < most)
     busy = copies_out_of(turn) if open_ranks else {}
     for rank in open_ranks:
-        spare = most - into.get(rank, 0)
+        spare = most - into[rank]
         still: list[int] = []
         ids = run.waiting[rank]
         for position, step_id in enumerate(ids):
@@ -204,11 +203,9 @@ def recall_needed(turn: Turn, lost_slots: frozenset[tuple[int, int]]) -> None:
 
 def pass_deadlines(turn: Turn) -> None:
     """Let the time that is over happen to steps and routers."""
-    for step_id in sorted(turn.state.copying | turn.state.removing):
-        step = turn.known_step(step_id)
-        if turn.at_s < step.deadline_s:
-            continue
-        before = step.state
+    open_now = turn.open_steps(turn.state.copying | turn.state.removing)
+    for step in [s for s in open_now if turn.at_s >= s.deadline_s]:
+        step_id, before = step.step.step_id, step.state
         if step.step.kind is StepKind.REMOVE and before in (
             RemoveState.UNLISTED,
             RemoveState.ACKED,

@@ -6,8 +6,8 @@ step.
 
 from __future__ import annotations
 
-from placement.engine.runs import RETRY_S
 from placement.engine.ranks import drop_silent_ranks
+from placement.engine.runs import RETRY_S
 from placement.engine.state import NEVER_S, RankStatus
 from placement.engine.supervise import pass_deadlines
 from placement.engine.tables import JOIN_GRACE_S, silence_ends_at
@@ -39,7 +39,7 @@ def ask_to_be_woken(turn: Turn) -> None:
 
 def _times(turn: Turn) -> list[float]:
     state = turn.state
-    times = [turn.known_step(i).deadline_s for i in sorted(state.copying | state.removing)]
+    times = [s.deadline_s for s in turn.open_steps(state.copying | state.removing)]
     if state.removing and state.acks_count_from_s > turn.at_s:
         times.append(state.acks_count_from_s)
     if state.outstanding is not None:

@@ -6,6 +6,7 @@ once a call. Decides nothing. Every module of this package takes a Turn.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from placement.config import RebalanceConfig
@@ -131,6 +132,14 @@ class Turn:
         """Id of the running plan where the step is part of it, "" for a parked one."""
         run = self.state.run
         return run.plan_id if run is not None and step_id in run.steps else ""
+
+    def open_steps(self, ids: Collection[int]) -> list[StepRun]:
+        """Steps that must be known, by ascending id. Every event looks at all open steps several
+        times, so this is where a first fill spends its time."""
+        run = self.state.run
+        steps = {} if run is None else run.steps
+        parked = self.state.parked
+        return [parked[i] if i in parked else steps[i] for i in sorted(ids)]
 
     def find_step(self, step_id: int) -> StepRun | None:
         """A step that is still known, by id."""

@@ -121,9 +121,7 @@ class Admission:
     def _fits(self, asked: _Asked) -> bool:
         if not self._at_work:
             return True
-        return (
-            len(self._at_work) < self._permits_max and self._rows + asked.rows <= self._rows_max
-        )
+        return len(self._at_work) < self._permits_max and self._rows + asked.rows <= self._rows_max
 
     def _start(self, request: int, asked: _Asked) -> None:
         self._at_work[request] = asked.rows

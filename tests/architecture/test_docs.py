@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+import pytest
+
+from docs.make_reference import FOLDER, PAGES
 from tests.architecture.tree import PACKAGES, ROOT, name_of
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -101,3 +104,23 @@ def test_every_decision_says_its_four_parts() -> None:
     for path in records:
         heads = re.findall(r"^## (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         assert heads == ["Context", "Choice", "Cost", "When to revisit"], path.name
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_the_reference_is_what_the_code_says(name: str) -> None:
+    written = (FOLDER / name).read_text(encoding="utf-8")
+    assert written == PAGES[name](), "run: python -m docs.make_reference"
+
+
+def test_every_page_of_the_reference_has_a_writer() -> None:
+    assert {path.name for path in FOLDER.iterdir()} == set(PAGES)
+
+
+def test_no_field_or_option_is_without_a_meaning() -> None:
+    empty = [
+        f"{name}: {line}"
+        for name, page in PAGES.items()
+        for line in page().splitlines()
+        if line.startswith("| `") and line.endswith("|  |")
+    ]
+    assert empty == []

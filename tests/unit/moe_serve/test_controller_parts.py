@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moe_serve.controller.book import Book
+from moe_serve.controller.clock import DriverClock
 from moe_serve.controller.fail_points import FailPoints
 from moe_serve.controller.journal import open_journal
 from moe_serve.controller.names import Incarnations, PartKind, PartName, parse
-from moe_serve.controller.settings import ControllerSettings, ExpectedRank, JournalLimits
+from moe_serve.controller.parts import PartTable, shard_part
+from moe_serve.controller.publisher import Publisher
+from moe_serve.controller.settings import (
+    ControllerSettings,
+    ExpectedRank,
+    JournalLimits,
+    SupervisionLimits,
+)
+from moe_serve.controller.supervision import Supervision
+from moe_serve.controller.tasks import Tasks
 from moe_serve.controller.terms import claim_term
-from moe_serve.errors import StartRefused
+from moe_serve.errors import ResourceExhausted, StartRefused
+from moe_serve.ports import NodeInfo
 from placement.config import RebalanceConfig
-from placement.messages.effects import Transition
+from placement.load import LoadFolder
+from placement.messages.effects import Answer, Transition
+from placement.messages.events import AnyEvent, DrainAsked
 from placement.messages.records import DecisionRecord
 from placement.planner.plan import StepKind
+from placement.routing import RoutingTable
 from tests.builders import PROFILE, make_spec
+from tests.fake_shards import FakeWorld, marker_spec, until
 from tests.fakes.fleet import FakeCluster, FakeFleet
 
 
@@ -160,3 +177,65 @@ def test_a_fail_point_fires_once_and_only_at_its_point() -> None:
     points.at_commit("after", [entered])
     points.at_commit("after", [entered])
     assert fired == [1]
+
+
+@pytest.mark.asyncio
+async def test_a_table_that_was_held_back_never_replaces_a_newer_one() -> None:
+    async def post(_event: AnyEvent) -> None:
+        return None
+
+    world = FakeWorld(marker_spec())
+    world.place()
+    publisher = Publisher(PartTable(), Tasks(), post, lambda _error: None, 1.0)
+    old, new = replace_epoch(world, 5), replace_epoch(world, 6)
+    publisher.publish(new)
+    publisher.publish(old)
+    assert publisher.newest is new
+
+
+def replace_epoch(world: FakeWorld, epoch: int) -> RoutingTable:
+    world.epoch = epoch
+    return world.table()
+
+
+@pytest.mark.asyncio
+async def test_a_drain_for_which_there_was_no_room_is_asked_for_again() -> None:
+    cluster = FakeCluster(
+        spec=make_spec(),
+        profile=PROFILE.name,
+        num_slots=[4],
+        nodes=[NodeInfo("node0", True, {}, draining_deadline_s=100.0), NodeInfo("node1", True, {})],
+    )
+    fleet, name = FakeFleet(cluster), PartName("tiny", PartKind.SHARD, "0", 1)
+    cluster.nodes[0] = NodeInfo("node0", True, {})
+    port = await fleet.create_shard(str(name), 0, 1)
+    cluster.drain_node("node0")
+    parts = PartTable()
+    parts.add(shard_part(name, port, await port.describe(), 0.0))
+    asked: list[AnyEvent] = []
+
+    async def ask(make: Callable[[int], AnyEvent]) -> Answer:
+        asked.append(make(1))
+        if len(asked) == 1:
+            raise ResourceExhausted("too many requests wait for an answer")
+        return Answer(request_id=1, code="ok", message="")
+
+    watcher = Supervision(
+        fleet,
+        limits=SupervisionLimits(nodes_s=0.005),
+        clock=DriverClock(0.0),
+        parts=parts,
+        folder=LoadFolder(
+            num_layers=1, num_experts=4, num_ranks=1, window_s=1.0, sub_windows=1, start_s=0.0
+        ),
+        tasks=Tasks(),
+        ask=ask,
+        forget=lambda _part: None,
+        ensure=lambda _rank: None,
+    )
+    watching = asyncio.create_task(watcher.watch_nodes())
+    await until(lambda: len(asked) == 2)
+    await asyncio.sleep(0.03)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert [type(event) for event in asked] == [DrainAsked, DrainAsked]

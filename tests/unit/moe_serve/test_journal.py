@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -280,3 +281,17 @@ async def test_moving_aside_leaves_an_empty_place(tmp_path: Path) -> None:
     journal, image = await open_journal(tmp_path, "s", LIMITS)
     await journal.close()
     assert image.empty
+
+
+@pytest.mark.asyncio
+async def test_inputs_that_cannot_be_written_never_hold_up_a_commit(tmp_path: Path) -> None:
+    journal = await opened(tmp_path)
+    with closing(sqlite3.connect(tmp_path / INPUTS_FILE)) as other:
+        other.execute("DROP TABLE inputs")
+        other.commit()
+    journal.begin_segment(1.0, b"snapshot")
+    journal.append_input(1.0, b"event")
+    async with asyncio.timeout(5.0):
+        await journal.commit([transition_row(transition(1))])
+    assert journal.inputs_cut > 0
+    await journal.close()

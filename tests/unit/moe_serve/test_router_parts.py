@@ -222,3 +222,25 @@ async def test_a_dead_actor_is_unavailable() -> None:
 
     with pytest.raises(Unavailable):
         await RouterRemote(Handle(Dead())).describe()
+
+
+@pytest.mark.asyncio
+async def test_a_router_that_was_never_started_is_unavailable_and_no_bug_of_the_caller() -> None:
+    import ray.exceptions
+
+    class Remote:
+        """What Ray makes of an exception in an actor's method."""
+
+        def __init__(self, actor: RouterActor) -> None:
+            self._actor = actor
+
+        async def describe(self) -> bytes:
+            try:
+                return await self._actor.describe()
+            except AssertionError as error:
+                raise ray.exceptions.RayTaskError("describe", "", error) from error
+
+    world = FakeWorld(marker_spec())
+    port = RouterRemote(Handle(Remote(RouterActor(router_settings(world.spec)))))
+    with pytest.raises(Unavailable, match="RayTaskError"):
+        await port.describe()

@@ -37,13 +37,13 @@ def test_samples_reach_the_sink() -> None:
     metrics.add("moves_total", 2.0, kind="evict", outcome="done")
     metrics.set("epoch", 7)
     metrics.set("rank_up", 1, rank=3)
-    metrics.observe("request_seconds", 0.01, phase="decode")
+    metrics.observe("move_seconds", 0.01, kind="evict")
     assert sink.values == {
         ("moe_serve_moves_total", ("evict", "done")): 3.0,
         ("moe_serve_epoch", ()): 7,
         ("moe_serve_rank_up", ("3",)): 1,
     }
-    assert sink.observations == {("moe_serve_request_seconds", ("decode",)): [0.01]}
+    assert sink.observations == {("moe_serve_move_seconds", ("evict",)): [0.01]}
 
 
 def test_label_values_too_many_are_dropped_and_counted() -> None:
@@ -72,7 +72,7 @@ def test_the_count_of_drops_is_bounded_itself() -> None:
         ("add", "epoch", {}),
         ("set", "rank_up", {}),
         ("set", "rank_up", {"rank": 1, "node": "a"}),
-        ("observe", "plans_total", {"rule": "a", "outcome": "b"}),
+        ("observe", "decisions_total", {"rule": "a", "outcome": "b"}),
     ],
 )
 def test_what_the_registry_does_not_have_is_our_bug(
@@ -91,4 +91,4 @@ def test_a_sink_may_take_nothing() -> None:
     metrics = Metrics(NullSink())
     metrics.add("moves_total", kind="evict", outcome="done")
     metrics.set("epoch", 1)
-    metrics.observe("plan_compute_seconds", 0.1)
+    metrics.observe("move_seconds", 0.1, kind="evict")

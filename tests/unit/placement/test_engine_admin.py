@@ -99,6 +99,28 @@ def test_an_answer_to_an_older_budget_does_not_end_the_newer_wish():
     driver.feed(ev.BudgetApplied(at_s=0.0, rank=99, num_slots=1))
 
 
+def test_a_budget_outlives_the_shard_it_was_set_on():
+    driver = two_ranks(slots=6)
+    for slots in (5, 8):
+        assert budget(driver, 0, slots).code == "ok"
+        driver.lose(0)
+        driver.join(0, incarnation=driver.engine.state.ranks[0].incarnation + 1)
+        assert len(driver.shards[0].ledger.slots) == slots
+        assert driver.engine.state.ranks[0].budget_bytes == slots * 1000
+        driver.check_agreement()
+
+
+def test_a_budget_not_yet_applied_is_wanted_of_the_next_shard_too():
+    driver = two_ranks(slots=6)
+    driver.hold.add(SetRankSlots)
+    budget(driver, 0, 5)
+    driver.lose(0)
+    driver.hold.clear()
+    driver.join(0, incarnation=2)
+    assert len(driver.shards[0].ledger.slots) == 5
+    assert driver.engine.state.ranks[0].wanted_slots == -1
+
+
 def test_requests_for_ranks_that_are_not_there():
     driver = two_ranks(num_ranks=3)
     assert budget(driver, 9, 3).code == "not_found"
@@ -175,7 +197,7 @@ def test_only_what_the_plan_touches_must_be_unchanged():
     driver = EngineDriver(
         spec,
         make_topology([8, 8], ranks_per_node=1),
-        RebalanceConfig(cooldown_s=0.0),
+        RebalanceConfig(cooldown_s=0.0, first_policy="incremental"),
         routers=["r0"],
     )
     driver.feed(ev.PauseAsked(at_s=0.0, request_id=1))
@@ -288,7 +310,7 @@ def test_regret_must_reach_the_cost_of_the_copies():
     driver = EngineDriver(
         spec,
         make_topology([4, 4], ranks_per_node=1),
-        RebalanceConfig(cooldown_s=0.0, balance_enough=0.9),
+        RebalanceConfig(cooldown_s=0.0, first_policy="incremental", balance_enough=0.9),
         routers=["r0"],
     )
     seen = []

@@ -329,6 +329,14 @@ def test_hedges_are_off_by_default_bounded_and_never_on_the_same_node() -> None:
     assert role.plan_cover(due[0][0], Cause.HEDGE, 1.0) is None
 
 
+def test_a_hedge_that_is_being_split_is_not_due_again() -> None:
+    role = a_role(a_table([[0, 2]] * E), **HEDGING)
+    begin(role, [[0]])
+    ((call_id, _),) = role.hedges_due(1.0)
+    assert role.plan_cover(call_id, Cause.HEDGE, 1.0) is not None
+    assert role.hedges_due(1.1) == ()
+
+
 # ------------------------------------------------------------------------------- retries
 
 

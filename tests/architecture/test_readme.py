@@ -1,0 +1,229 @@
+"""README's blocks: each shell block is executed by somebody or marked, every command in it exists,
+and every Python block compiles, imports what it names and passes arguments that are taken."""
+
+import ast
+import importlib
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from moe_serve.cli.app import app
+from tests.architecture.tree import ROOT
+
+README = ROOT / "README.md"
+HERE = "this page's test"
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<word>run|needs): (?P<what>.+?) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+TARGET = re.compile(r"^([a-z-]+):.*## ", re.MULTILINE)
+# What a line may begin with; everything else would need a rule of its own here.
+ANYWHERE = frozenset({"make", "moe-serve"})
+ON_A_CLUSTER = ANYWHERE | {"ray"}
+NEEDS = frozenset({"a cluster"})
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its mark ("run" or "needs" and of what) and its lines."""
+
+    kind: str
+    word: str
+    what: str
+    text: str
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """Words of each command line, without comments."""
+        lines = (shlex.split(line, comments=True) for line in self.text.splitlines())
+        return [words for words in lines if words]
+
+
+def blocks(text: str) -> list[Block]:
+    """Return every fenced block of a page, in order."""
+    return [
+        Block(found["kind"], found["word"] or "", found["what"] or "", found["text"])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+ALL = blocks(README.read_text(encoding="utf-8"))
+SHELL = [block for block in ALL if block.kind == "sh"]
+PYTHON = [block for block in ALL if block.kind == "python"]
+
+
+def command_problem(words: list[str], *, cluster: bool) -> str:
+    """Return why a command line cannot be run, "" where it can."""
+    if words[0] not in (ON_A_CLUSTER if cluster else ANYWHERE):
+        return f"no rule for {words[0]!r}"
+    if words[0] == "make":
+        there = set(TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
+        return ", ".join(f"no target {word}" for word in words[1:] if word not in there)
+    if words[0] == "ray":
+        inner = [shlex.split(word) for word in words if word.startswith("moe-serve ")]
+        return ", ".join(filter(None, (_moe_serve_problem(line[1:]) for line in inner)))
+    return _moe_serve_problem(words[1:])
+
+
+def _moe_serve_problem(words: list[str]) -> str:
+    group: Any = typer.main.get_command(app)
+    try:
+        # Parsing only: neither the group nor the command is invoked.
+        parsed = group.make_context("moe-serve", list(words))
+        name, command, rest = group.resolve_command(parsed, [*parsed._protected_args, *parsed.args])
+        command.make_context(name, rest, parent=parsed)
+    except (SystemExit, typer.Exit) as ended:
+        return f"{' '.join(words)}: ended with {ended}"
+    except Exception as error:  # the parser's own class of usage errors is private
+        return f"{' '.join(words)}: {getattr(error, 'message', error)}"
+    files = [word for word in words if word.endswith((".yaml", ".npz")) and word[0] != "/"]
+    return ", ".join(f"no file {name}" for name in files if not (ROOT / name).is_file())
+
+
+def test_blocks_are_found() -> None:
+    assert len(SHELL) >= 5
+    assert len(PYTHON) == 2
+    assert len(ALL) == len(SHELL) + len(PYTHON)
+
+
+@pytest.mark.parametrize("block", SHELL, ids=lambda block: block.text.splitlines()[0])
+def test_a_shell_block_is_executed_or_marked(block: Block) -> None:
+    assert block.word, "say above the block who runs it, or what it needs"
+    if block.word == "needs":
+        assert block.what in NEEDS
+    elif block.what != HERE:
+        runner = ROOT / block.what
+        assert runner.is_file(), f"{block.what} runs this block but is not there"
+        text = runner.read_text(encoding="utf-8")
+        absent = [words[1] for words in block.commands if not re.search(rf"\b{words[1]}\b", text)]
+        assert absent == [], f"{block.what} does not run these"
+
+
+@pytest.mark.parametrize("block", SHELL, ids=lambda block: block.text.splitlines()[0])
+def test_every_command_exists(block: Block) -> None:
+    cluster = block.what == "a cluster"
+    problems = [command_problem(words, cluster=cluster) for words in block.commands]
+    assert [problem for problem in problems if problem] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "cluster"),
+    [
+        ("make dmeo", False),
+        ("moe-serve statsu", False),
+        ("moe-serve status --chekc", False),
+        ("moe-serve up -f examples/absent.yaml", False),
+        ("moe-serve apply", False),
+        ("moe-serve demo --seconds soon", False),
+        ("ray up cluster.yaml", False),
+        ("ray exec cluster.yaml 'moe-serve up --addres auto'", True),
+        ("curl https://example.org", True),
+    ],
+)
+def test_a_command_that_does_not_exist_is_seen(line: str, cluster: bool) -> None:
+    assert command_problem(shlex.split(line), cluster=cluster)
+
+
+@pytest.mark.timeout(180)  # each command imports numba's kernels
+def test_blocks_of_this_page_run(tmp_path: Path) -> None:
+    own = [block for block in SHELL if block.what == HERE]
+    assert own
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "XDG_STATE_HOME": str(tmp_path),
+    }
+    for block in own:
+        done = subprocess.run(
+            ["/bin/bash", "-euo", "pipefail", "-c", block.text],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{block.text}\n{done.stdout}{done.stderr}"
+
+
+def _imports(tree: ast.Module) -> dict[str, Any]:
+    """Objects that a block imports, by the name it gives them. Raises where one does not exist."""
+    found: dict[str, Any] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            module = importlib.import_module(node.module)
+            found |= {one.asname or one.name: getattr(module, one.name) for one in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {
+                one.asname or one.name: importlib.import_module(one.name) for one in node.names
+            }
+    return found
+
+
+def _kinds(tree: ast.Module, imported: dict[str, Any]) -> dict[str, type]:
+    """Classes of the names bound by `with Class(...) as name`."""
+    found: dict[str, type] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.withitem) and isinstance(node.optional_vars, ast.Name):
+            match node.context_expr:
+                case ast.Call(func=ast.Name(id=name)) if isinstance(imported.get(name), type):
+                    found[node.optional_vars.id] = imported[name]
+    return found
+
+
+def call_problems(text: str) -> list[str]:
+    """Return the calls of a block whose function is known and does not take their arguments."""
+    tree = ast.parse(text)
+    imported = _imports(tree)
+    kinds = _kinds(tree, imported)
+    problems = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if name in imported:
+                called, first = imported[name], ()
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr)) if name in kinds:
+                called, first = getattr(kinds[name], attr, None), (None,)
+            case _:
+                continue
+        if called is None:
+            problems.append(f"line {node.lineno}: {ast.unparse(node.func)} does not exist")
+            continue
+        words = {word.arg: None for word in node.keywords if word.arg is not None}
+        try:
+            inspect.signature(called).bind(*first, *node.args, **words)
+        except TypeError as error:
+            problems.append(f"line {node.lineno}: {ast.unparse(node.func)}: {error}")
+    return problems
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=["client", "model"])
+@pytest.mark.timeout(120)  # transformers takes seconds to import
+def test_a_python_block_names_what_exists(block: Block) -> None:
+    compile(block.text, "README.md", "exec")
+    assert call_problems(block.text) == []
+
+
+def test_a_wrong_call_is_seen() -> None:
+    text = PYTHON[0].text
+    assert call_problems(text.replace("phase=", "phaze="))
+    assert call_problems(text.replace("client.spec()", "client.spec(1, 2)"))
+    assert call_problems(text.replace("client.spec()", "client.specs()"))
+    with pytest.raises(AttributeError):
+        call_problems(text.replace("Client, Phase", "Client, Fase"))
+
+
+def test_marks_are_read() -> None:
+    page = "a\n\n<!-- needs: a cluster -->\n```sh\nray up x\n```\n\n```python\nx = 1\n```\n"
+    assert [(block.kind, block.word, block.what) for block in blocks(page)] == [
+        ("sh", "needs", "a cluster"),
+        ("python", "", ""),
+    ]

@@ -1,0 +1,272 @@
+"""The commands of README as processes: up, a client in another process, status, plan, apply, events,
+down; and every refusal of `up`, which leaves nothing running."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli_process import ROOT, Shell, said, the_refusal
+from tests.service_cluster import wait_until
+
+EXAMPLE = "examples/tiny-moe.yaml"
+CALLS = 80
+DOWN_PORT = "127.0.0.1:1"
+
+
+@dataclass
+class Up:
+    """The example, brought up by the command on a Ray cluster of its own."""
+
+    shell: Shell
+    record: dict[str, Any]
+
+    @property
+    def ray_token(self) -> dict[str, str]:
+        """What a shell needs to join the same Ray."""
+        file = self.shell.folder / "state/moe-serve/tiny-moe/ray_auth_token"
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Up once for the module; down at its end, when nothing of it may be left."""
+    with Shell(tmp_path_factory.mktemp("user")).cleaned() as shell:
+        record = shell.data("up", "-f", EXAMPLE)
+        yield Up(shell, record)
+        started = shell.processes()
+        assert set(record["ray_pids"]) <= set(started)
+        assert sum("ray::" in command for command in started.values()) >= 8  # 4 + 2 + 1 + the page
+        done = shell.cli("down", "-y")
+        assert done.returncode == 0, said(done)
+        assert "Service tiny-moe is down" in done.stdout
+        assert shell.left() == {}
+        assert not Path(record["ray_temp_dir"]).exists()
+        assert shell.cli("status").returncode == 3
+
+
+def edited(folder: Path, **changes: Any) -> str:
+    """The example with top-level sections replaced, and another name."""
+    file = folder / "service.yaml"
+    tree = yaml.safe_load((ROOT / EXAMPLE).read_text())
+    file.write_text(yaml.safe_dump({**tree, "service": "other", "dashboard": False, **changes}))
+    return str(file)
+
+
+def a_fleet(**changes: Any) -> dict[str, Any]:
+    fleet: dict[str, Any] = yaml.safe_load((ROOT / EXAMPLE).read_text())["fleet"]
+    (group,) = fleet["ranks"]
+    return {**fleet, "ranks": [{**group, **changes}]}
+
+
+def of_service(shell: Shell, name: str) -> dict[int, str]:
+    return {p: c for p, c in shell.processes().items() if f"{name}:" in c or "up -f" in c}
+
+
+# -- the flow --------------------------------------------------------------------------------------
+
+
+def test_up_says_where_it_is_and_status_check_is_fine(service: Up) -> None:
+    shell, record = service.shell, service.record
+    assert record["service"] == "tiny-moe"
+    assert len(record["router_addresses"]) == 2
+    addresses = (record["admin_address"], *record["router_addresses"])
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+    assert all(Path(f"/proc/{pid}").exists() for pid in record["ray_pids"])
+    done = shell.cli("status", "--check")
+    assert done.returncode == 0, said(done)
+    assert done.stdout.startswith("Service tiny-moe | model tiny-moe")
+    shown = shell.data("status")
+    assert (shown["degraded"], len(shown["ranks"]), len(shown["routers"])) == (False, 4, 2)
+
+
+def test_a_client_in_another_process_then_plan_apply_and_events(service: Up) -> None:
+    shell = service.shell
+    found = shell.front_end(
+        "forward", addresses=service.record["router_addresses"][:1], model="tiny", calls=CALLS
+    )
+    assert found["worst"] <= 1e-5
+    assert found["asked"] == found["of"] == 128
+    assert found["routers"] == sorted(service.record["router_addresses"])
+
+    before = shell.data("status")
+    plan = shell.data("plan")
+    after = shell.data("status")
+    assert (before["epoch"], before["moves_done"]) == (after["epoch"], after["moves_done"])
+    text = shell.cli("plan")
+    assert text.returncode == 0, said(text)
+
+    done = shell.cli("apply", "--check", plan["plan_id"])
+    assert done.returncode == 0, said(done)
+    assert "nothing was started" in done.stdout
+    unknown = shell.cli("apply", "no-such-plan")
+    assert "no-such-plan" in the_refusal(unknown)
+
+    events = shell.cli("events")
+    assert events.returncode == 0, said(events)
+    assert events.stdout.strip()
+
+
+def test_a_budget_that_falls_is_a_plan_that_ends_and_an_event(service: Up) -> None:
+    shell = service.shell
+    shown = shell.data("status")
+    least = min(sum(slot["layer"] >= 0 for slot in rank["slots"]) for rank in shown["ranks"])
+    assert least == 32  # of 41: nothing has to go at 39
+    answer = shell.data("budget", "0", "39slots")
+    assert answer["num_slots"] == 39
+    try:
+        done = shell.cli("budget", "0", "1slots")
+        assert "bytes" in the_refusal(done)
+        assert shell.data("status")["ranks"][0]["num_slots"] == 39
+    finally:
+        assert shell.data("budget", "0", "41slots")["num_slots"] == 41
+    done = shell.cli("events", "--rule", "budget")
+    assert "rank 0" in done.stdout, said(done)
+
+
+# -- on a running cluster --------------------------------------------------------------------------
+
+
+def test_a_second_service_on_the_same_ray_comes_and_goes(service: Up, tmp_path: Path) -> None:
+    shell, address = service.shell, service.record["ray_address"]
+    before = set(shell.processes())
+    file = edited(tmp_path)
+    record = shell.data("up", "-f", file, "--ray-address", address, **service.ray_token)
+    assert (record["service"], record["ray_pids"]) == ("other", [])
+    assert shell.data("status", "-s", "other")["service_id"] == "other"
+    ambiguous = shell.cli("status")
+    assert ambiguous.returncode == 3
+    assert "other" in ambiguous.stderr
+    assert "tiny-moe" in ambiguous.stderr
+
+    again = shell.cli("up", "-f", file, "--ray-address", address, **service.ray_token)
+    assert "service 'other' is running already" in the_refusal(again)
+
+    done = shell.cli("down", "other", "-y", **service.ray_token)
+    assert done.returncode == 0, said(done)
+    wait_until("its actors have ended", lambda: not of_service(shell, "other"))
+    assert shell.cli("status", "--check").returncode == 0
+    assert set(service.record["ray_pids"]) <= before & set(shell.processes())
+
+
+def test_up_refuses_while_it_is_up(service: Up) -> None:
+    started = set(service.shell.processes())
+    said_so = the_refusal(service.shell.cli("up", "-f", EXAMPLE))
+    assert "service 'tiny-moe' is running already" in said_so
+    assert "moe-serve down tiny-moe" in said_so
+    assert service.shell.data("status")["degraded"] is False
+    assert started <= set(service.shell.processes())
+
+
+@pytest.mark.parametrize(
+    ("port", "who"), [("admin", "the controller cannot listen"), ("grpc", "router-0")]
+)
+def test_up_refuses_a_taken_port(service: Up, tmp_path: Path, port: str, who: str) -> None:
+    taken = int(service.record["admin_address"].rsplit(":", 1)[1])
+    file = edited(tmp_path, ports={port: taken})
+    address = service.record["ray_address"]
+    done = service.shell.cli("up", "-f", file, "--ray-address", address, **service.ray_token)
+    line = the_refusal(done)
+    assert who in line
+    assert f"127.0.0.1:{taken}" in line
+    wait_until("its actors have ended", lambda: not of_service(service.shell, "other"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"budget": "9TiB", "slots": None}, "bytes of memory missing"),
+        ({"node_labels": {"site": "moon"}}, "no node with labels {'site': 'moon'} for rank 0"),
+    ],
+)
+def test_up_refuses_what_no_node_can_hold(
+    service: Up, tmp_path: Path, changes: dict[str, Any], line: str
+) -> None:
+    file = edited(tmp_path, fleet=a_fleet(**changes))
+    address = service.record["ray_address"]
+    done = service.shell.cli("up", "-f", file, "--ray-address", address, **service.ray_token)
+    assert line in the_refusal(done)
+    assert not of_service(service.shell, "other")
+
+
+def test_up_without_the_clusters_token_is_refused_at_once(service: Up, tmp_path: Path) -> None:
+    file, address = edited(tmp_path), service.record["ray_address"]
+    done = service.shell.cli("up", "-f", file, "--ray-address", address, timeout_s=40)
+    assert "asks for a token and this shell has none" in the_refusal(done)
+    wrong = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    done = service.shell.cli("up", "-f", file, "--ray-address", address, timeout_s=40, **wrong)
+    assert "asks for a token and this shell has another one" in the_refusal(done)
+    assert "0" * 64 not in done.stderr
+
+
+# -- refusals that start nothing -------------------------------------------------------------------
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    with Shell(tmp_path / "user").cleaned() as user:
+        yield user
+
+
+def test_up_refuses_a_bad_file(shell: Shell, tmp_path: Path) -> None:
+    done = shell.cli("up", "-f", edited(tmp_path, network="everywhere"), timeout_s=40)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{tmp_path}/service.yaml:")
+    assert "network" in line
+    assert shell.left() == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"model": {"name": "m", "checkpoint": "no/such/model"}},
+            "is not a folder on this machine",
+        ),
+        ({"fleet": a_fleet(slots=20)}, "bytes of slots missing"),
+    ],
+)
+def test_up_refuses_what_the_file_alone_shows_before_anything_starts(
+    shell: Shell, tmp_path: Path, changes: dict[str, Any], line: str
+) -> None:
+    done = shell.cli("up", "-f", edited(tmp_path, **changes), timeout_s=40)
+    assert line in the_refusal(done)
+    assert "starting" not in done.stderr
+    assert shell.left() == {}
+
+
+def test_a_relative_path_starts_at_the_file(shell: Shell, tmp_path: Path) -> None:
+    file = edited(tmp_path, model={"name": "m", "checkpoint": "models/m"})
+    done = shell.cli("up", "-f", file, timeout_s=40)
+    assert f"{tmp_path}/models/m" in the_refusal(done)
+
+
+def test_up_refuses_a_dead_ray_at_once(shell: Shell, tmp_path: Path) -> None:
+    done = shell.cli("up", "-f", edited(tmp_path), "--ray-address", DOWN_PORT, timeout_s=60)
+    assert "no Ray cluster answers at" in the_refusal(done)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        done = shell.cli("up", "-f", edited(tmp_path), "--ray-address", address, timeout_s=60)
+    assert "no Ray cluster answers at" in the_refusal(done)
+    assert shell.left() == {}
+
+
+def test_a_refusal_after_ray_was_started_ends_ray_too(shell: Shell, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        before = set(os.listdir("/tmp"))
+        done = shell.cli("up", "-f", edited(tmp_path, ports={"admin": port}))
+    assert f"cannot listen on 127.0.0.1:{port}" in the_refusal(done)
+    assert "starting a local Ray cluster" in done.stderr
+    assert shell.left() == {}
+    new = set(os.listdir("/tmp")) - before
+    assert not [name for name in new if (Path("/tmp") / name / "ray_current_cluster").exists()]
+    assert shell.cli("status").returncode == 3
