@@ -1,5 +1,5 @@
-"""moe-serve and other programs of ours as processes of their own, in an environment of their own, and
-what is left of them.
+"""moe-serve and other programs of ours as processes of their own, in an environment of their own,
+and what is left of them.
 
 Everything they start inherits the environment, so whatever is alive of it, on however many levels,
 is found by the folder that it names.

@@ -1,5 +1,6 @@
-"""A front end, or a stranger, in a process of its own: `python -m tests.front_end_process WHAT JSON`
-prints what it found out as JSON.
+"""A front end, or a stranger, in a process of its own.
+
+`python -m tests.front_end_process WHAT JSON` prints what it found out as JSON.
 
 Tests run it on another side of the network, or only in another process, than the service.
 """

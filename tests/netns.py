@@ -39,11 +39,12 @@ class Network:
     def pids(self) -> list[int]:
         """Processes in this network, its holder excepted."""
         found = []
-        for folder in Path("/proc").iterdir():
+        for folder in (f for f in Path("/proc").iterdir() if f.name.isdecimal()):
             with contextlib.suppress(OSError):
-                if folder.name.isdecimal() and os.readlink(folder / "ns/net") == self.namespace:
-                    if b"sleep" not in (folder / "cmdline").read_bytes().split(b"\0"):
-                        found.append(int(folder.name))
+                here = os.readlink(folder / "ns/net") == self.namespace
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                if here and words[0] != b"sleep":
+                    found.append(int(folder.name))
         return found
 
 

@@ -1,5 +1,5 @@
-"""The commands of README as processes: up, a client in another process, status, plan, apply, events,
-down; and every refusal of `up`, which leaves nothing running."""
+"""The commands of README as processes: up, a client in another process, status, plan, apply,
+events, down; and every refusal of `up`, which leaves nothing running."""
 
 from __future__ import annotations
 

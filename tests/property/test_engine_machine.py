@@ -88,7 +88,9 @@ class WatchedDriver(EngineDriver):
                 budget_bytes=ledger.budget_bytes,
             )
         )
-        if isinstance(command, ReleaseSlot) and any(isinstance(a, ev.SlotReleased) for a in answers):
+        if isinstance(command, ReleaseSlot) and any(
+            isinstance(a, ev.SlotReleased) for a in answers
+        ):
             self.note(
                 Freed(
                     at_s=self.now_s,
