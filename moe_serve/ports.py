@@ -35,6 +35,7 @@ from placement.messages.events import (
     SlotReserved,
     StepFailed,
 )
+from placement.roles.calls import Cause as Cause  # noqa: PLC0414  # re-exported: why a sub-call was sent
 from placement.routing import RankAddress, RoutingTable
 
 
@@ -54,14 +55,6 @@ class DType(IntEnum):
     def numpy(self) -> np.dtype[Any]:
         """dtype of the raw array: float32, float16, or uint16 for BFLOAT16."""
         return np.dtype({1: np.float32, 2: np.uint16, 3: np.float16}[int(self)])
-
-
-class Cause(IntEnum):
-    """Why a sub-call was sent. Only FIRST is demand."""
-
-    FIRST = 0
-    RETRY = 1
-    HEDGE = 2
 
 
 class RowStatus(IntEnum):

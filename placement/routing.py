@@ -61,6 +61,10 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """(term, epoch): compare to know which of two tables is newer."""
         return self.term, self.epoch
 
+    def is_newer(self, than: RoutingTable | None) -> bool:
+        """Whether this table replaces `than` (None: there is none yet). The one rule for all."""
+        return than is None or self.order > than.order
+
     def replicas(self, layer: int, expert: int) -> tuple[tuple[int, int, int], ...]:
         """(rank, slot, tag) of each listed replica of an expert."""
         key = layer * self.num_experts + expert

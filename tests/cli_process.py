@@ -84,6 +84,16 @@ class Shell:
                     found[int(folder.name)] = command.decode(errors="replace").strip()[:120]
         return found
 
+    def actors(self) -> set[int]:
+        """Those that are parts of some service."""
+        ours = (
+            "ray::ShardActor",
+            "ray::RouterActor",
+            "ray::ControllerActor",
+            "ray::DashboardActor",
+        )
+        return {pid for pid, command in self.processes().items() if command.startswith(ours)}
+
     def left(self, expected: Sequence[int] = ()) -> dict[int, str]:
         """What is alive beyond `expected` once everything had time to end."""
         deadline_s = time.monotonic() + END_WAIT_S
@@ -110,12 +120,15 @@ def said(done: Done) -> str:
 
 
 def the_refusal(done: Done) -> str:
-    """The one clear line a refused command printed, without its `error: `."""
-    lines = done.stderr.splitlines()
+    """The one clear line a refused command printed, without its `error: `. Only the fields it
+    names may follow, indented."""
+    # Ray's own remarks to its drivers come whenever they come.
+    lines = [line for line in done.stderr.splitlines() if "(raylet)" not in line]
     errors = [line for line in lines if line.startswith("error: ")]
     assert done.returncode == 1, said(done)
     assert done.stdout == "", said(done)
     assert len(errors) == 1, said(done)
-    assert lines[-1] == errors[0], said(done)
+    after = lines[lines.index(errors[0]) + 1 :]
+    assert all(line.startswith("  ") for line in after), said(done)
     assert "Traceback" not in done.stderr, said(done)
     return errors[0].removeprefix("error: ")

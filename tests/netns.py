@@ -1,14 +1,13 @@
 """Two machines' worth of network on one: two network namespaces joined by a cable of their own.
 
-What runs in one cannot reach the other but by that cable, and neither reaches anything else; ports
-and loopback are their own. Processes, files and memory stay shared. Needs root or unprivileged user
-namespaces; everything is gone when the two holding processes are.
+What runs in one cannot reach the other but by that cable, and neither reaches anything else; ports,
+loopback and the list of processes are their own. Files and memory stay shared. Needs root or
+unprivileged user namespaces. Whatever runs inside is gone when the two holding processes are.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
 import time
@@ -34,18 +33,6 @@ class Network:
 
     ip: str
     inside: tuple[str, ...]
-    namespace: str
-
-    def pids(self) -> list[int]:
-        """Processes in this network, its holder excepted."""
-        found = []
-        for folder in (f for f in Path("/proc").iterdir() if f.name.isdecimal()):
-            with contextlib.suppress(OSError):
-                here = os.readlink(folder / "ns/net") == self.namespace
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                if here and words[0] != b"sleep":
-                    found.append(int(folder.name))
-        return found
 
 
 @contextlib.contextmanager
@@ -69,29 +56,27 @@ def two_networks() -> Iterator[tuple[Network, Network]]:
 
 
 def _pair(stack: contextlib.ExitStack, way: Sequence[str]) -> tuple[Network, Network]:
-    enter = ("-U", "--preserve-credentials") if way else ()
-    first = _hold(stack, ("unshare", *way, "-n"))
-    to_first = ("nsenter", "-t", str(first), *enter, "-n")
+    owner = ("-U", "--preserve-credentials") if way else ()
+    first = _hold(stack, (), way)
     # Made from inside the first one, so that both belong to one user namespace.
-    second = _hold(stack, (*to_first, "unshare", "-n"))
-    to_second = ("nsenter", "-t", str(second), *enter, "-n")
+    second = _hold(stack, ("nsenter", "-t", str(first), *owner) if way else (), ())
+    enter = [("nsenter", "-t", str(pid), *owner, "-n", "-p", "-m") for pid in (first, second)]
     cable = ("link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(second))
-    _run(to_first, "ip", *cable)
-    for inside, ip in zip((to_first, to_second), IPS, strict=True):
+    # Not in its list of processes, where the other one has no number.
+    _run(("nsenter", "-t", str(first), *owner, "-n"), "ip", *cable)
+    for inside, ip in zip(enter, IPS, strict=True):
         _run(inside, "ip", "link", "set", "lo", "up")
         _run(inside, "ip", "addr", "add", f"{ip}/24", "dev", "eth0")
         _run(inside, "ip", "link", "set", "eth0", "up")
         # Programs find their own address by asking for the way to some far one.
         _run(inside, "ip", "route", "add", "default", "dev", "eth0")
-    networks = tuple(
-        Network(ip, inside, os.readlink(f"/proc/{pid}/ns/net"))
-        for ip, inside, pid in zip(IPS, (to_first, to_second), (first, second), strict=True)
-    )
-    return networks[0], networks[1]
+    return Network(IPS[0], enter[0]), Network(IPS[1], enter[1])
 
 
-def _hold(stack: contextlib.ExitStack, command: Sequence[str]) -> int:
-    """Keep a namespace open by a sleeping process; its id."""
+def _hold(stack: contextlib.ExitStack, within: Sequence[str], way: Sequence[str]) -> int:
+    """Keep namespaces open by a sleeping process, their first one; its id. Its end is the end of
+    all others in them."""
+    command = [*within, "unshare", *way, "-n", "-p", "-f", "--mount-proc", "--kill-child"]
     process = subprocess.Popen(
         [*command, "sleep", str(HOLD_S)], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -99,15 +84,23 @@ def _hold(stack: contextlib.ExitStack, command: Sequence[str]) -> int:
     stack.callback(process.stderr.close)
     stack.callback(process.wait)
     stack.callback(process.kill)
-    # unshare and nsenter become the sleep; until then the namespace is not made.
     deadline_s = time.monotonic() + READY_WAIT_S
-    while Path(f"/proc/{process.pid}/comm").read_text().strip() != "sleep":
+    while not (sleeping := _sleeping(process.pid)):
         if process.poll() is not None:
             raise OSError(process.stderr.read())
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"{' '.join(command)} does not come up")
         time.sleep(0.01)
-    return process.pid
+    return sleeping
+
+
+def _sleeping(parent: int) -> int:
+    """The child that has become the sleep, 0 before: until then the namespaces are not made."""
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            if Path(f"/proc/{child}/comm").read_text().strip() == "sleep":
+                return int(child)
+    return 0
 
 
 def _run(inside: Sequence[str], *command: str) -> None:

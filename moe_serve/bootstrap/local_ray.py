@@ -7,7 +7,6 @@ every Ray on the machine.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -231,10 +230,3 @@ def _signal_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
     except ProcessLookupError:
         return
-
-
-def describe(cluster: LocalRay) -> str:
-    """One line for people."""
-    return json.dumps(
-        {"address": cluster.address, "nodes": len(cluster.nodes), "temp_dir": cluster.temp_dir}
-    )

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,7 +103,7 @@ def up(
         progress("starting a local Ray cluster")
         local = start_local_ray(Path(tempfile.mkdtemp(prefix="moe-")))
     try:
-        with connected(address or (local.address if local else ""), ship=ship) as head:
+        with command_connected(local.address if local else address, ship=ship) as head:
             if head.asks_for_token is False and not warning:
                 progress(check_open_head(config, head.address))
             found = deploy(config, wait_s=wait_s, progress=progress, on_checks=on_checks)
@@ -141,7 +142,7 @@ def down(service: str = "", *, progress: Progress = lambda line: None) -> Servic
     else:
         join_auth(os.environ, Path.home())
     try:
-        with connected(record.ray_address):
+        with command_connected(record.ray_address):
             progress("ending routers, shards and controller")
             undeploy(record.service)
     except (ConnectionError, StartRefused) as error:
@@ -180,6 +181,14 @@ def _answers(address: str) -> bool:
             return True
     except (OSError, ValueError):
         return False
+
+
+@contextlib.contextmanager
+def command_connected(address: str, *, ship: bool = False) -> Iterator[RayHead]:
+    """`connected`, for a program whose stdout is its own: what Ray tells its drivers meanwhile goes
+    to stderr. Streams that were taken before are not touched."""
+    with contextlib.redirect_stdout(sys.stderr), connected(address, ship=ship) as head:
+        yield head
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from moe_serve.errors import StartRefused
 from moe_serve.rpc import placement_pb2, placement_pb2_grpc
 from moe_serve.rpc.auth import AuthInterceptor, TokenFile
 from moe_serve.rpc.options import server_credentials, server_options
+from moe_serve.rpc.undecodable import DecodeInterceptor
 
 SERVICE_NAME = placement_pb2.DESCRIPTOR.services_by_name["PlacementService"].full_name
 
@@ -34,7 +35,10 @@ class AdminServer:
         tokens = None if settings.token_file is None else TokenFile(settings.token_file)
         self._source = source
         self._server = grpc.aio.server(
-            interceptors=[] if tokens is None else [AuthInterceptor(tokens)],
+            interceptors=[
+                *([] if tokens is None else [AuthInterceptor(tokens)]),
+                DecodeInterceptor(),
+            ],
             options=server_options(settings.limits),
             maximum_concurrent_rpcs=settings.limits.max_concurrent_rpcs,
         )

@@ -33,6 +33,8 @@ from placement.messages.events import AnyEvent, RouterJoined
 
 PAUSE_MAX_S = 30.0
 """Longest pause between two tries to create one part."""
+KILL_TIMEOUT_S = 10.0
+"""Longest wait for the cluster's word that a part is ended."""
 
 
 class Welcome(Protocol):
@@ -95,6 +97,30 @@ class PartCreator:
         await self._fleet.kill(name)
         self._parts.names.pop(name, None)
         await self._journal.commit([part_row(name, self._clock.now_s(), gone=True)])
+
+    async def end_stranger(self, name: str) -> None:
+        """End a living part that must not live on. Tries again while the cluster gives no answer,
+        until `end_within_s` is over; why it still lives is then a problem for people."""
+        pause_s = self._limits.create_attempt_pause_s
+        ends_s = self._clock.now_s() + self._limits.end_within_s
+        while True:
+            try:
+                async with asyncio.timeout(KILL_TIMEOUT_S):
+                    await self.end(name)
+            except StaleTerm as error:
+                self._fenced(error)
+                return
+            except (TimeoutError, MoeServeError) as error:
+                why = error.message if isinstance(error, MoeServeError) else "no answer"
+                self._parts.problems[name] = f"{name} must not live on and was not ended: {why}"
+            else:
+                self._parts.problems.pop(name, None)
+                return
+            if self._clock.now_s() + pause_s > ends_s:
+                self._parts.problems[name] += "; end it by hand, or start the controller again"
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
     def _make(self, kind: PartKind, place: str, old: AnyPart | None) -> None:
         if old is not None:

@@ -287,7 +287,7 @@ def _intent(engine: RebalanceEngine) -> tuple[object, ...]:
         state.paused,
         None if state.run is None else state.run.plan_id,
         *(
-            (r.status, r.incarnation, r.num_slots, r.draining, r.wanted_slots, r.budget_bytes)
+            (r.status, r.incarnation, r.num_slots, r.drained_by, r.wanted_slots, r.budget_bytes)
             for r in state.ranks
         ),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from moe_serve.controller.parts import PartTable, ShardPart
@@ -36,6 +37,9 @@ from placement.routing import RoutingTable
 
 NO_STEP = -1
 """Step of commands that belong to none; the engine ignores its failure and asks again."""
+COMMANDS_MAX = 4096
+"""Commands to one shard that may be open, queued or unanswered: more than the engine's waves ask
+for of a healthy one. Beyond it they fail, and the engine decides what to do."""
 
 
 class PartMaker(Protocol):
@@ -50,10 +54,18 @@ class PartMaker(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class _Line:
+    """Commands to one life of one shard, in order. `open`: those without an answer yet."""
+
+    queue: asyncio.Queue[ShardCommand | None]
+    open: int = 0
+
+
 class CommandExecutor:
     """`driver.Executor` over the parts of one life."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # it meets parts, publisher and driver
         self,
         term: int,
         config: RebalanceConfig,
@@ -64,6 +76,7 @@ class CommandExecutor:
         tasks: Tasks,
         post: Callable[[AnyEvent], Awaitable[None]],
         fenced: Callable[[StaleTerm], None],
+        commands_max: int = COMMANDS_MAX,
     ) -> None:
         self._term = term
         self._config = config
@@ -73,7 +86,8 @@ class CommandExecutor:
         self._tasks = tasks
         self._post = post
         self._fenced = fenced
-        self._queues: dict[ShardPart, asyncio.Queue[ShardCommand | None]] = {}
+        self._commands_max = commands_max
+        self._lines: dict[ShardPart, _Line] = {}
 
     def publish(self, table: RoutingTable) -> None:
         """See `driver.Executor`."""
@@ -99,27 +113,32 @@ class CommandExecutor:
         if part is None or part.info.address.incarnation != command.incarnation:
             self._tasks.spawn(self._failed(command, "that incarnation of the rank is gone"))
             return
-        queue = self._queues.get(part)
-        if queue is None:
-            queue = self._queues[part] = asyncio.Queue()
-            self._tasks.spawn(self._serve(part, queue))
-        queue.put_nowait(command)
+        line = self._lines.get(part)
+        if line is None:
+            line = self._lines[part] = _Line(asyncio.Queue())
+            self._tasks.spawn(self._serve(part, line))
+        if line.open >= self._commands_max:
+            full = f"{line.open} commands to the rank are open already"
+            self._tasks.spawn(self._failed(command, full))
+            return
+        line.open += 1
+        line.queue.put_nowait(command)
 
     def forget(self, part: ShardPart) -> None:
         """The shard's life is over: what is queued for it is handed over, then its queue ends."""
-        queue = self._queues.pop(part, None)
-        if queue is not None:
-            queue.put_nowait(None)
+        line = self._lines.pop(part, None)
+        if line is not None:
+            line.queue.put_nowait(None)
 
-    async def _serve(self, part: ShardPart, queue: asyncio.Queue[ShardCommand | None]) -> None:
-        while (command := await queue.get()) is not None:
+    async def _serve(self, part: ShardPart, line: _Line) -> None:
+        while (command := await line.queue.get()) is not None:
             if isinstance(command, CopyExpert | VerifyExpert | ReleaseSlot):
-                self._tasks.spawn(self._run(part, command))
+                self._tasks.spawn(self._run(part, line, command))
                 await asyncio.sleep(0)  # lets the call go out before the next one
             else:
-                await self._run(part, command)
+                await self._run(part, line, command)
 
-    async def _run(self, part: ShardPart, command: ShardCommand) -> None:
+    async def _run(self, part: ShardPart, line: _Line, command: ShardCommand) -> None:
         try:
             answer = await part.port.execute(self._term, command)
         except StaleTerm as error:
@@ -128,6 +147,8 @@ class CommandExecutor:
             await self._failed(command, error.message)
         else:
             await self._post(answer)
+        finally:
+            line.open -= 1
 
     async def _failed(self, command: ShardCommand, detail: str) -> None:
         step_id = NO_STEP if isinstance(command, SetRankSlots) else command.step_id

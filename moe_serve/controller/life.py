@@ -68,6 +68,7 @@ class Life:
             parts=self.parts,
             folder=folder,
             tasks=self._tasks,
+            ranks=lambda: self.driver.engine.state.ranks,
             ask=self._ask,
             forget=self._forget,
             ensure=lambda rank: self.creator.replace_shard(rank, -1),
@@ -157,8 +158,10 @@ class Life:
         if self._ended:
             return
         self._ended = True
-        await self._tasks.stop()
-        await self.journal.close()
+        try:
+            await self._tasks.stop()
+        finally:  # also where whoever stops us is stopped
+            await self.journal.close()
 
     async def end_parts(self) -> list[str]:
         """End every part by the journal's list, and what else answers to the service id; the
@@ -183,10 +186,9 @@ class Life:
 
     async def _start_parts(self) -> None:
         """Adopted parts first, then what the engine must know to be gone, then what is missing."""
-        adopted = self.beginning.adopted
-        for name in adopted.to_end:
-            await self._fleet.kill(name)
-            self.parts.names.pop(name, None)
+        for name in self.beginning.adopted.to_end:
+            # Beside the rest: the cluster's head may be away, and those who serve do not wait.
+            self._tasks.spawn(self.creator.end_stranger(name))
         for part in self._found():
             part.heard_s = self.clock.now_s()
             self.parts.add(part)

@@ -42,7 +42,7 @@ class Publisher:
     def publish(self, table: RoutingTable) -> None:
         """Send this table from now on, unless a newer one is being sent: one that a full disk held
         back comes late, and what it said is in the newer one."""
-        if self.newest is not None and table.order <= self.newest.order:
+        if not table.is_newer(self.newest):
             return
         self.newest = table
         self._changed.ring()

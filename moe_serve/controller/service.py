@@ -16,6 +16,7 @@ from moe_serve.controller.admin_server import AdminServer
 from moe_serve.controller.beginning import begin
 from moe_serve.controller.book import Book
 from moe_serve.controller.fail_points import FailPoints, kill_self
+from moe_serve.controller.journal import open_journal
 from moe_serve.controller.life import Life
 from moe_serve.controller.settings import ControllerSettings
 from moe_serve.controller.tasks import Bell
@@ -141,16 +142,31 @@ class ControllerService:
 
     async def down(self, grace_s: float = 5.0) -> list[str]:
         """End every part of the service and close the journal for good. Returns the names ended."""
-        if self._life is None or self._ended:
-            names = sorted(await self._fleet.part_names())
-            await asyncio.gather(*(self._fleet.kill(name) for name in names))
-            return names
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
-        async with asyncio.timeout(max(grace_s, 1.0) + 30.0):
-            names = await self._life.end_parts()
+        # A start under way comes to its end first: it has the journal open.
+        async with asyncio.timeout(max(grace_s, 1.0) + 30.0), self._starting:
+            if self._keeper is not None:
+                # Before anything else: between two lives it would begin the next one.
+                self._keeper.cancel()
+                await asyncio.gather(self._keeper, return_exceptions=True)
+            if self._life is None:
+                names = await self._end_parts_without_life()
+            else:
+                names = await self._life.end_parts()
         await self.stop()
+        return names
+
+    async def _end_parts_without_life(self) -> list[str]:
+        """`Life.end_parts` before the first life, between two, or after the last."""
+        names = sorted(await self._fleet.part_names())
+        await asyncio.gather(*(self._fleet.kill(name) for name in names))
+        settings = self.settings
+        journal, _image = await open_journal(
+            settings.state_dir, settings.service_id, settings.journal
+        )
+        try:
+            await journal.mark_closed()
+        finally:
+            await journal.close()
         return names
 
     def describe(self) -> dict[str, Any]:

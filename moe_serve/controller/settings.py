@@ -44,6 +44,9 @@ class SupervisionLimits:
     """Between two looks at the cluster's nodes (drains, deaths)."""
     create_attempt_pause_s: float = 1.0
     """Wait before a part that would not start is tried again; doubles up to 30 s."""
+    end_within_s: float = 600.0
+    """How long a part that must not live on is tried to be ended, with the same pauses; then a
+    person is told."""
     create_at_once: int = 8
     """Parts being started at the same time."""
 

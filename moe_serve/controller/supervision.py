@@ -7,7 +7,7 @@ what an event means. Made by the life.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -20,15 +20,23 @@ from moe_serve.controller.settings import SupervisionLimits
 from moe_serve.controller.tasks import Tasks
 from moe_serve.errors import MoeServeError, ResourceExhausted
 from moe_serve.ports import Fleet
+from placement.engine.state import RankState, RankStatus
 from placement.load import LoadFolder
 from placement.messages.effects import Answer
-from placement.messages.events import AnyEvent, DrainAsked, UndrainAsked, WindowClosed
+from placement.messages.events import (
+    AnyEvent,
+    DrainAsked,
+    DrainCause,
+    UndrainAsked,
+    WindowClosed,
+)
 
 Ask = Callable[[Callable[[int], AnyEvent]], Awaitable[Answer]]
 
 
 class Supervision:
-    """Nursery of one life's parts. Set `polls` and `publisher` before the first welcome."""
+    """Nursery of one life's parts. Set `polls` and `publisher` before the first welcome. `ranks`
+    gives the engine's word on them: which rank is drained, and why, outlives this life there."""
 
     def __init__(  # noqa: PLR0913  # the nursery meets everything that a part meets
         self,
@@ -39,6 +47,7 @@ class Supervision:
         parts: PartTable,
         folder: LoadFolder,
         tasks: Tasks,
+        ranks: Callable[[], Sequence[RankState]],
         ask: Ask,
         forget: Callable[[ShardPart], None],
         ensure: Callable[[int], None],
@@ -49,10 +58,12 @@ class Supervision:
         self._parts = parts
         self._folder = folder
         self._tasks = tasks
+        self._ranks = ranks
         self._ask = ask
         self._forget = forget
         self._ensure = ensure
-        self._drained: set[int] = set()
+        self._refused: set[tuple[int, int]] = set()
+        """(rank, incarnation) of drains that were refused while their node wants to be empty."""
         self.polls: Polls | None = None
         self.publisher: Publisher | None = None
 
@@ -91,24 +102,36 @@ class Supervision:
             await asyncio.sleep(self._limits.nodes_s)
 
     async def _follow(self, leaving: set[str]) -> None:
-        on_leaving = {r for r, p in self._parts.shards.items() if p.info.node in leaving}
+        """Make the engine's node drains those of `leaving`. A rank without a shard is left alone:
+        the drain of its node ended with the shard."""
+        self._refused &= {
+            (r, p.name.incarnation) for r, p in self._parts.shards.items() if p.info.node in leaving
+        }
         try:
-            for rank in sorted(on_leaving - self._drained):
-                # A refusal leaves a record, and is asked again only once the node's state changes.
-                await self._ask(partial(_drain, rank))
-                self._drained.add(rank)
-            for rank in sorted(self._drained - on_leaving):
-                # Gone with its node, or the drain was taken back: its next life may hold replicas.
-                await self.undrain(rank)
-                self._drained.discard(rank)
+            for rank, part in sorted(self._parts.shards.items()):
+                state = self._ranks()[rank]
+                wanted, drained = part.info.node in leaving, DrainCause.NODE in state.drained_by
+                if wanted and not drained and state.status is RankStatus.LIVE:
+                    await self._drain(rank, part.name.incarnation)
+                elif drained and not wanted:
+                    await self.undrain(rank, DrainCause.NODE)
         except ResourceExhausted:
             return  # too many operators wait for an answer: the next look asks again
 
-    async def undrain(self, rank: int) -> Answer:
-        """Let a rank hold replicas again; one that was lost while it drained gets a new shard."""
-        answer = await self._ask(partial(_undrain, rank))
-        if answer.code == "ok" and rank not in self._parts.shards:
-            self._ensure(rank)
+    async def _drain(self, rank: int, incarnation: int) -> None:
+        # A refusal leaves a record, and is asked again only once the node's state changes.
+        if (rank, incarnation) not in self._refused:
+            answer = await self._ask(partial(_drain, rank))
+            if answer.code != "ok":
+                self._refused.add((rank, incarnation))
+
+    async def undrain(self, rank: int, cause: DrainCause = DrainCause.OPERATOR) -> Answer:
+        """End one cause of a rank's drain; one that was lost while it drained gets a new shard."""
+        answer = await self._ask(partial(_undrain, rank, cause))
+        if answer.code == "ok":
+            state = self._ranks()[rank]
+            if not state.holds and not state.draining:
+                self._ensure(rank)
         return answer
 
     async def close_windows(
@@ -125,8 +148,8 @@ class Supervision:
 
 
 def _drain(rank: int, request_id: int) -> AnyEvent:
-    return DrainAsked(at_s=0.0, request_id=request_id, rank=rank)
+    return DrainAsked(at_s=0.0, request_id=request_id, rank=rank, cause=DrainCause.NODE)
 
 
-def _undrain(rank: int, request_id: int) -> AnyEvent:
-    return UndrainAsked(at_s=0.0, request_id=request_id, rank=rank)
+def _undrain(rank: int, cause: DrainCause, request_id: int) -> AnyEvent:
+    return UndrainAsked(at_s=0.0, request_id=request_id, rank=rank, cause=cause)

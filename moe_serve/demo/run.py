@@ -26,7 +26,7 @@ import msgspec
 from moe_serve.bootstrap.local_ray import ensure_auth, start_local_ray, stop_local_ray
 from moe_serve.bootstrap.parts import checkpoint_folder, moe_spec
 from moe_serve.bootstrap.record import service_dir
-from moe_serve.bootstrap.service import Deployed, connected, deploy, undeploy
+from moe_serve.bootstrap.service import Deployed, command_connected, deploy, undeploy
 from moe_serve.config import ServiceConfig, parse_config
 from moe_serve.demo.front_end import (
     FailedLine,
@@ -151,7 +151,7 @@ def _service(options: DemoOptions, screen: Screen) -> Iterator[tuple[ServiceConf
         screen.note("starting Ray as two logical nodes on this machine")
         cluster = start_local_ray(Path(scratch) / "ray", labels=NODES)
         try:
-            with connected(cluster.address):
+            with command_connected(cluster.address):
                 _wait_for_nodes(len(NODES))
                 deployed = deploy(config, progress=screen.note, fault=_fault(options.inject))
                 try:

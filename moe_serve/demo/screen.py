@@ -3,6 +3,7 @@ Prints; decides nothing."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from typing import Any
@@ -25,7 +26,8 @@ class Screen:
     """The terminal. Safe to call from several threads."""
 
     def __init__(self, quiet: bool) -> None:
-        self._console = Console(highlight=False)
+        # The stream of now: what Ray has to say meanwhile goes elsewhere.
+        self._console = Console(file=sys.stdout, highlight=False)
         self._quiet = quiet
         self._lock = threading.Lock()
         self._live_s = 0.0

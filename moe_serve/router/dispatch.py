@@ -258,9 +258,6 @@ class RouterCore:
         now_s = self._clock()
         if not request.valid.any():
             return self._nothing_to_do(request)
-        if request.attempt == 0:
-            counts = count_ids(request.topk_ids, request.valid, self.settings.spec.num_experts)
-            self.demand.count(request.phase, request.layer, counts, now_s)
         flight = Flight(
             key=self._next_key,
             request=request,
@@ -302,6 +299,9 @@ class RouterCore:
         )
         if isinstance(job, Failure):
             raise error_of(job)
+        if request.attempt == 0:
+            counts = count_ids(request.topk_ids, request.valid, self.settings.spec.num_experts)
+            self.demand.count(request.phase, request.layer, counts, self._clock())
         await self._launch(flight, job)
 
     async def _launch(self, flight: Flight, job: PlanJob) -> None:

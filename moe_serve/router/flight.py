@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_serve.errors import MoeServeError, Unavailable
-from moe_serve.ports import Cause, SubCall, SubReply
+from moe_serve.ports import SubCall, SubReply
 from moe_serve.router.checks import ForwardInput
 from moe_serve.router.ledger import CombinedEntry, Entry, RequestEntry
 from moe_serve.rpc.codec import pack_bits
@@ -87,7 +87,7 @@ def sub_call_of(flight: Flight, dispatch: Dispatch, router: str, rows: npt.NDArr
         request_key=flight.key,
         layer=request.layer,
         phase=int(request.phase),
-        cause=Cause(int(dispatch.cause)),
+        cause=dispatch.cause,
         incarnation=dispatch.incarnation,
         term=dispatch.term,
         epoch=dispatch.epoch,

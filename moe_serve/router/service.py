@@ -30,6 +30,7 @@ from moe_serve.rpc import API_VERSION, codec, dispatch_pb2, dispatch_pb2_grpc
 from moe_serve.rpc.auth import AuthInterceptor, TokenChecker, TokenFile
 from moe_serve.rpc.options import server_credentials, server_options
 from moe_serve.rpc.status import abort, to_item_error
+from moe_serve.rpc.undecodable import DecodeInterceptor
 from moe_serve.telemetry import make_logger
 
 SERVICE_NAME = dispatch_pb2.DESCRIPTOR.services_by_name["DispatchService"].full_name
@@ -206,10 +207,10 @@ class RouterServer:
         settings = core.settings
         if checker is None and settings.token_file is not None:
             checker = TokenFile(settings.token_file)
-        interceptors = [] if checker is None else [AuthInterceptor(checker)]
+        tokens = [] if checker is None else [AuthInterceptor(checker)]
         self._core = core
         self._server = grpc.aio.server(
-            interceptors=interceptors,
+            interceptors=[*tokens, DecodeInterceptor()],
             options=server_options(settings.limits),
             maximum_concurrent_rpcs=settings.limits.max_concurrent_rpcs,
         )

@@ -24,6 +24,7 @@ from moe_serve.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     MoeServeError,
+    ResourceExhausted,
     StaleTerm,
     Unavailable,
 )
@@ -36,9 +37,10 @@ from placement.messages.codec import decode_command, decode_event, encode
 from placement.messages.effects import CopyExpert, ReleaseSlot, VerifyExpert
 from placement.routing import RoutingTable
 
-CONCURRENCY_GROUPS: Final = MappingProxyType({"ctl": 4, "copy": 8})
-"""Threads: `ctl` answers at once (describe, report, probe, tables, reserve, abort), `copy` may take
-long (copy, verify, release)."""
+CONCURRENCY_GROUPS: Final = MappingProxyType({"ctl": 4, "copy": 8, "probe": 2})
+"""Threads: `ctl` answers at once (describe, report, tables, reserve, abort), `copy` may take long
+(copy, verify, release). A `probe` waits for the compute thread, so it takes no thread of theirs: a
+table must get through where a probe does not."""
 
 SHARD_ENV_VARS: Final = MappingProxyType(
     {
@@ -59,7 +61,10 @@ SHARD_ENV_VARS: Final = MappingProxyType(
 
 _T = TypeVar("_T")
 _ERRORS: Final = MappingProxyType(
-    {kind.__name__: kind for kind in (Unavailable, FailedPrecondition, DeadlineExceeded)}
+    {
+        kind.__name__: kind
+        for kind in (Unavailable, FailedPrecondition, DeadlineExceeded, ResourceExhausted)
+    }
 )
 
 
@@ -127,7 +132,7 @@ class ShardActor:
         """See `ShardPort.report`."""
         return self._shard.report(acked_seq)
 
-    @ray.method(concurrency_group="ctl")
+    @ray.method(concurrency_group="probe")
     def probe(self) -> Outcome:
         """See `ShardPort.probe`; `value` is seconds."""
         try:

@@ -182,12 +182,14 @@ class Shard:
 
     def probe(self) -> float:
         """Seconds of one row through queue and compute thread. Raises Unavailable (also where no
-        router could reach the queue any more), DeadlineExceeded."""
+        router could reach the queue any more), DeadlineExceeded, ResourceExhausted."""
         if self._address is not None and not self.wire.alive:
             raise Unavailable("the wire thread has ended: no router reaches this shard")
+        probed = self.core.probe()
         try:
-            return self.core.probe().result(PROBE_TIMEOUT_S)
+            return probed.result(PROBE_TIMEOUT_S)
         except TimeoutError as error:
+            probed.cancel()  # where it has not begun, nobody wants it any more
             raise DeadlineExceeded(f"no probe within {PROBE_TIMEOUT_S:g} s") from error
 
     def take_ledger(self) -> tuple[LedgerEntry, ...]:

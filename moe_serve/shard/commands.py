@@ -13,13 +13,16 @@ in one step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from moe_serve.errors import DeadlineExceeded
 from moe_serve.ports import ShardAnswer, ShardCommand
 from moe_serve.shard.copy_job import CopyJob, CopyOutcome, CopySources
 from moe_serve.shard.core import ShardCore
@@ -43,6 +46,8 @@ PIN_WAIT_S = 2.0
 StepFailed(timeout) and is sent again."""
 COPY_GRACE_S = 5.0
 """Time beyond its own deadline that a copy gets to notice it."""
+ROW_WAIT_S = 30.0
+"""Longest wait of a proof for its probe row, which queues behind batches."""
 
 
 class ShardCommands:
@@ -56,6 +61,7 @@ class ShardCommands:
         *,
         faults: FaultPoints | None = None,
         pin_wait_s: float = PIN_WAIT_S,
+        row_wait_s: float = ROW_WAIT_S,
     ) -> None:
         self._core = core
         self._slots = core.slots
@@ -63,6 +69,7 @@ class ShardCommands:
         self._sources = sources
         self._faults = faults or FaultPoints()
         self._pin_wait_s = pin_wait_s
+        self._row_wait_s = row_wait_s
         self._jobs: dict[int, CopyJob] = {}
         """Running copies by slot. This and the rest is guarded by the core's lock."""
         self._loaded: set[int] = set()
@@ -71,13 +78,16 @@ class ShardCommands:
         """Slots that the role frees once nothing pins them."""
         self._verifying: set[int] = set()
         """Slots whose bytes are being digested and probed."""
+        self._rows: dict[int, Future[npt.NDArray[np.float32]]] = {}
+        """Probe rows of such slots."""
         self._waiting: dict[int, list[SimpleQueue[Answer]]] = {}
         """Threads that wait for the answer to a step."""
         core.on_answers = self._deliver
 
     def execute(self, term: int, command: ShardCommand) -> ShardAnswer:
         """Run one command; blocks until it is answered. Raises StaleTerm (a higher term has been
-        seen)."""
+        seen), and where a probe row was not computed DeadlineExceeded, Unavailable or
+        ResourceExhausted."""
         self._core.accept_term(term)
         point = _FAULT_OF.get(type(command), "")
         if point in self._faults.fail:
@@ -175,9 +185,13 @@ class ShardCommands:
             problem = self._problem(begun.slot, layer, expert)
         finally:
             with self._core.lock:
-                self._verifying.discard(begun.slot)
+                row = self._rows.pop(begun.slot, None)
                 answers = self._slots.verified(begun.slot, begun.tag, problem)
-                self._core.lock.notify_all()
+            if row is None:
+                self._verified(begun.slot)
+            else:
+                # Usually at once. A row that hangs in the backend still reads the slot.
+                row.add_done_callback(lambda _row: self._verified(begun.slot))
         return answers[0] if answers else self._failed(command.step_id, "timeout", "was aborted")
 
     def _problem(self, slot: int, layer: int, expert: int) -> str:
@@ -189,9 +203,27 @@ class ShardCommands:
         where = f"slot {slot}, layer {layer} expert {expert}"
         if got != want:
             return f"{where}: resident bytes have SHA-256 {got}, the manifest says {want}"
-        out = self._core.compute_row(slot, probe_input(spec.hidden_size))
+        out = self._probe_row(slot, probe_input(spec.hidden_size))
         problem = probe_problem(spec, canonical, out, backend.simulated)
         return f"{where}: {problem}" if problem else ""
+
+    def _probe_row(self, slot: int, row: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        computed = self._core.compute_row(slot, row)
+        with self._core.lock:
+            self._rows[slot] = computed
+        try:
+            return computed.result(self._row_wait_s)
+        except TimeoutError as error:
+            computed.cancel()
+            raise DeadlineExceeded(
+                f"slot {slot}: its probe row was not computed within {self._row_wait_s:g} s"
+            ) from error
+
+    def _verified(self, slot: int) -> None:
+        """Nothing reads the slot for its proof any more."""
+        with self._core.lock:
+            self._verifying.discard(slot)
+            self._core.lock.notify_all()
 
     def _leave(self, command: AbortAdd | ReleaseSlot) -> Answer:
         with self._core.lock:

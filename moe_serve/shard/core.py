@@ -2,8 +2,8 @@
 
 Responsible for: refusing what is wrong, late or stale; computing the rest in natural batches;
 counting what was executed. Must never open a socket, know Ray, or compute a pair whose tag is not
-resident at the moment its batch is taken. Called by the shard's server (sub-calls, probes, tables),
-its commands (slots) and its actor (reports).
+resident at the moment its batch is taken. Called by the shard's server (sub-calls, tables),
+its commands (slots) and its actor (reports, probes).
 
 Threads: any thread may call any method; one compute thread, started by `start`, takes batches.
 `lock` guards the slots and the queue; it is never held while something is computed, read or sent.
@@ -32,10 +32,11 @@ from moe_serve.errors import (
 )
 from moe_serve.ports import RowStatus, SubCall, SubReply
 from moe_serve.shard.batch import Admitted, admit, merge, partial_rows, refuse, work_by_phase
-from moe_serve.shard.compute.base import ComputeBackend
+from moe_serve.shard.compute.base import ComputeBackend, SlotWork
 from moe_serve.shard.executed import Hotness, Ledger
 from moe_serve.shard.served_model import ServedModel
 from moe_serve.shard.sub_call_checks import check_sub_call
+from moe_serve.shard.task_queue import TaskQueue
 from moe_serve.shard.work_queue import BacklogEstimate, QueueLimits, ReplyTo, Work, WorkQueue
 from placement.roles.shard import Answer, ShardSlots, TermRefused
 from placement.routing import RoutingTable
@@ -81,7 +82,7 @@ class ShardCore:
         self._queue = WorkQueue(limits or QueueLimits())
         self._estimate = BacklogEstimate()
         self._backlog_seq = itertools.count(1)
-        self._tasks: list[Callable[[], None]] = []
+        self._tasks = TaskQueue(lambda: self._stopping or self.broken)
         self._busy = False
         self._stopping = False
         self._failures_in_a_row = 0
@@ -100,13 +101,15 @@ class ShardCore:
             self.lock.notify_all()
         if self._thread.ident is not None:
             self._thread.join(STOP_TIMEOUT_S)
+        self._refuse_waiting("the shard is stopping")
+
+    def _refuse_waiting(self, why: str) -> None:
+        """Answer everything that waits, now that nothing will be computed any more."""
         with self.lock:
-            waiting, tasks = self._queue.drain(), self._tasks
-            self._tasks = []
-        for work in waiting:
-            work.reply(self._refusal(work, "the shard is stopping"))
-        for task in tasks:
-            task()
+            works = self._queue.drain()
+        for work in works:
+            work.reply(self._refusal(work, why))
+        self._tasks.refuse_waiting()
 
     @property
     def busy(self) -> bool:
@@ -153,7 +156,7 @@ class ShardCore:
         """Seconds of one row through the compute thread; it uses any verified slot, none where
         there is none.
 
-        The future fails with Unavailable where the shard is stopping or broken.
+        The future fails as `on_compute_thread` says.
         """
         began_s = self.clock()
 
@@ -172,9 +175,12 @@ class ShardCore:
 
         return self.on_compute_thread(probed)
 
-    def compute_row(self, slot: int, row: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def compute_row(
+        self, slot: int, row: npt.NDArray[np.float32]
+    ) -> Future[npt.NDArray[np.float32]]:
         """One row [H] through one loaded slot with gate 1, on the compute thread; the caller holds
-        the slot. Blocks."""
+        the slot until the future is done (or was cancelled). It fails as `on_compute_thread`
+        says."""
 
         def computed() -> npt.NDArray[np.float32]:
             out = np.empty((1, len(row)), np.float32)
@@ -183,29 +189,13 @@ class ShardCore:
             result: npt.NDArray[np.float32] = out[0]
             return result
 
-        return self.on_compute_thread(computed).result()
+        return self.on_compute_thread(computed)
 
     def on_compute_thread(self, work: Callable[[], _T]) -> Future[_T]:
-        """Run `work` between two batches. The future fails with Unavailable where the shard is
-        stopping or broken."""
-        done: Future[_T] = Future()
-
-        def task() -> None:
-            if self._stopping or self.broken:
-                done.set_exception(Unavailable("the shard is stopping or broken"))
-                return
-            try:
-                done.set_result(work())
-            except Exception as error:
-                done.set_exception(error)
-
+        """Run `work` between two batches; the future fails as `TaskQueue.put` says."""
         with self.lock:
-            queued = not self._stopping and not self.broken
-            if queued:
-                self._tasks.append(task)
-                self.lock.notify_all()
-        if not queued:
-            task()
+            done = self._tasks.put(work)
+            self.lock.notify_all()
         return done
 
     def unpin(self, slots: npt.NDArray[np.int32]) -> None:
@@ -275,22 +265,27 @@ class ShardCore:
     # --------------------------------------------------------------------------- compute thread
     def _run(self) -> None:
         try:
-            while True:
-                with self.lock:
-                    while not (self._queue.sub_calls or self._tasks or self._stopping):
-                        self._busy = False
-                        self.lock.wait()
-                    if self._stopping:
-                        return
-                    self._busy = True
-                    tasks, self._tasks = self._tasks, []
-                for task in tasks:
-                    task()
+            while self._wait_for_work():
+                self._tasks.run_waiting()
                 self._serve_batch()
         finally:
-            if not self._stopping:
-                # A bug ended the thread: nothing may be taken that nobody would compute.
-                self._failures_in_a_row = COMPUTE_FAILURES_MAX
+            with self.lock:
+                self._busy = False
+                died = not self._stopping
+                if died:
+                    # A bug ended the thread: nothing may be taken that nobody would compute.
+                    self._failures_in_a_row = COMPUTE_FAILURES_MAX
+            if died:
+                self._refuse_waiting("the compute thread has ended")
+
+    def _wait_for_work(self) -> bool:
+        """Whether there is some; False where the shard stops."""
+        with self.lock:
+            while not (self._queue.sub_calls or self._tasks or self._stopping):
+                self._busy = False
+                self.lock.wait()
+            self._busy = not self._stopping
+            return self._busy
 
     def _serve_batch(self) -> None:
         with self.lock:
@@ -302,6 +297,10 @@ class ShardCore:
             return
         try:
             answers = self._forward(admitted, now_s)
+        except BaseException:
+            for one in admitted:
+                one.work.reply(Unavailable("the compute thread has ended"))
+            raise
         finally:
             self.unpin(pinned)
         for one, answer in zip(admitted, answers, strict=True):
@@ -367,36 +366,45 @@ class ShardCore:
         num_pairs = len(batch.pair_row)
         out = np.empty_like(batch.rows)
         began_s = self.clock()
+        work: SlotWork | None = None
         if num_pairs:
             self._estimate.began(num_pairs, began_s)
             work = self.backend.forward(
                 batch.rows, batch.pair_row, batch.pair_slot, batch.pair_gate, out
             )
-            phase, slot, pairs, seconds = work_by_phase(batch, work)
-            self.hotness.add(phase, self.keys[slot], pairs, seconds)
         else:
             out.fill(0.0)
         ended_s = self.clock()
         self._estimate.ended(num_pairs, ended_s - began_s, ended_s)
-        self._count("batches")
+        entries = [self.ledger.entry(o.work.call, o.pairs) for o in admitted if o.num_rows]
         replies = []
         for i, one in enumerate(admitted):
-            if one.num_rows:
-                self.ledger.add(one.work.call, one.pairs)
             partial = partial_rows(one.work.call, out, int(batch.begin[i]), int(batch.begin[i + 1]))
             replies.append(self._reply(one, partial, now_s, ended_s - began_s))
+        # Everything large is allocated by now. Where memory was too short for it, the batch is
+        # computed again, so nothing of it may have been counted.
+        if work is not None:
+            phase, slot, pairs, seconds = work_by_phase(batch, work)
+            self.hotness.add(phase, self.keys[slot], pairs, seconds)
+        for entry in entries:
+            self.ledger.add(entry)
+        for one in admitted:
+            self._count_rows(one)
+        self._count("batches")
         return replies
 
     # ---------------------------------------------------------------------------------- replies
-    def _reply(
-        self, one: Admitted, partial: npt.NDArray[np.generic], now_s: float, compute_s: float
-    ) -> SubReply:
-        call = one.work.call
+    def _count_rows(self, one: Admitted) -> None:
         served, stale, refused = np.bincount(one.row_status, minlength=len(RowStatus)).tolist()
         with self._counts_lock:
             self._counts["rows_served"] += served
             self._counts["rows_stale"] += stale
             self._counts["rows_refused"] += refused
+
+    def _reply(
+        self, one: Admitted, partial: npt.NDArray[np.generic], now_s: float, compute_s: float
+    ) -> SubReply:
+        call = one.work.call
         table = self.slots.table
         return SubReply(
             call_id=call.call_id,
@@ -418,4 +426,5 @@ class ShardCore:
         call = work.call
         nothing = np.zeros((0, self.model.expert.hidden_size), call.dtype.numpy)
         refused = refuse(work, RowStatus.REFUSED, detail)
+        self._count_rows(refused)
         return self._reply(refused, nothing, self.clock(), 0.0)

@@ -122,30 +122,38 @@ class Ledger:
         """Whether anything is recorded."""
         return self._rows_max > 0
 
-    def add(self, call: SubCall, served_pairs: npt.NDArray[np.bool_] | None) -> None:
-        """Record a sub-call's executed pairs; `served_pairs` bool [P], None = all."""
+    def entry(
+        self, call: SubCall, served_pairs: npt.NDArray[np.bool_] | None
+    ) -> LedgerEntry | None:
+        """What `add` takes of a sub-call, None where the ledger is off; `served_pairs` bool [P],
+        None = all. Records nothing: making it may fail for want of memory."""
         if not self.on:
-            return
+            return None
         pair_row, pair_k = call.pair_row, call.pair_k
         if served_pairs is not None:
             pair_row, pair_k = pair_row[served_pairs], pair_k[served_pairs]
+        return LedgerEntry(
+            router=call.router,
+            call_id=call.call_id,
+            sub_id=call.sub_id,
+            request_key=call.request_key,
+            layer=call.layer,
+            cause=call.cause,
+            row_id=call.row_id[pair_row],
+            pair_k=pair_k.copy(),
+        )
+
+    def add(self, entry: LedgerEntry | None) -> None:
+        """Record a sub-call's executed pairs; None records nothing."""
+        if entry is None:
+            return
+        num_pairs = len(entry.pair_k)
         with self._lock:
-            if self._held + len(pair_k) > self._rows_max:
-                self.dropped_pairs += len(pair_k)
+            if self._held + num_pairs > self._rows_max:
+                self.dropped_pairs += num_pairs
                 return
-            self._held += len(pair_k)
-            self._entries.append(
-                LedgerEntry(
-                    router=call.router,
-                    call_id=call.call_id,
-                    sub_id=call.sub_id,
-                    request_key=call.request_key,
-                    layer=call.layer,
-                    cause=call.cause,
-                    row_id=call.row_id[pair_row],
-                    pair_k=pair_k.copy(),
-                )
-            )
+            self._held += num_pairs
+            self._entries.append(entry)
 
     def take(self) -> tuple[LedgerEntry, ...]:
         """All entries since the last take."""

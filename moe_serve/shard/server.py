@@ -1,4 +1,4 @@
-"""What a shard answers on the wire: sub-calls, tables, copies, probes.
+"""What a shard answers on the wire: sub-calls, tables, copies.
 
 Responsible for handing each message to the part it concerns and its answer back. Must never block:
 it runs on the wire thread. Made by `assembly`; called by `WireServer`.
@@ -7,9 +7,8 @@ it runs on the wire thread. Made by `assembly`; called by `WireServer`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 
-from moe_serve.errors import InvalidArgument, MoeServeError, Unavailable
+from moe_serve.errors import InvalidArgument, MoeServeError
 from moe_serve.ports import SubCall, SubReply
 from moe_serve.shard.copy_server import CopyServer
 from moe_serve.shard.core import ShardCore
@@ -23,8 +22,6 @@ from moe_serve.wire.wire_messages import (
     CopyRead,
     ErrorReply,
     FetchTable,
-    Probe,
-    Probed,
     Table,
     WireMessage,
 )
@@ -59,8 +56,6 @@ class ShardServer:
                 self._forward(message, reply)
             case FetchTable():
                 reply(Table(message.call_id, self._core.slots.table))
-            case Probe():
-                self._probe(message, reply)
             case CopyOpen():
                 self._copies.open(message, _or_error(reply, message.call_id, Kind.COPY_OPEN))
             case CopyRead():
@@ -83,18 +78,3 @@ class ShardServer:
                 reply(result)
 
         self._core.submit(call, call.rows.nbytes + _PAIR_BYTES * len(call.pair_row), answer)
-
-    def _probe(self, message: Probe, reply: Reply) -> None:
-        def answer(done: Future[float]) -> None:
-            problem = done.exception()
-            if problem is None:
-                reply(Probed(message.call_id, done.result()))
-                return
-            error = (
-                problem
-                if isinstance(problem, MoeServeError)
-                else Unavailable(f"the probe failed: {type(problem).__name__}")
-            )
-            reply(ErrorReply(message.call_id, 0, int(Kind.PROBE), error))
-
-        self._core.probe().add_done_callback(answer)

@@ -35,7 +35,7 @@ from moe_serve.wire.sockets import (
     receive_frames,
     send_frames,
 )
-from moe_serve.wire.wire_messages import ErrorReply, FetchTable, Probe, Probed, Table, WireMessage
+from moe_serve.wire.wire_messages import ErrorReply, FetchTable, Table, WireMessage
 from placement.routing import RankAddress, RoutingTable
 
 FETCH_TIMEOUT_S = 2.0
@@ -44,9 +44,7 @@ RECEIVE_BURST = 64
 """Answers taken in a row before the loop's other work gets its turn."""
 
 _Key = tuple[type[Any], int, int]
-_ANSWER_TO = MappingProxyType(
-    {int(Kind.FORWARD): SubReply, int(Kind.FETCH_TABLE): Table, int(Kind.PROBE): Probed}
-)
+_ANSWER_TO = MappingProxyType({int(Kind.FORWARD): SubReply, int(Kind.FETCH_TABLE): Table})
 OnDisconnect = Callable[[RankAddress, str], None]
 
 
@@ -140,13 +138,6 @@ class ZmqShardChannel:
             (Table, question.call_id, 0), encode(question), FETCH_TIMEOUT_S
         )
         return answer.table
-
-    async def probe(self, timeout_s: float) -> float:
-        """Seconds of one probe row through the shard's queue and compute thread. Raises WireLost,
-        Unavailable."""
-        question = Probe(self._new_id(), timeout_s)
-        answer: Probed = await self._ask((Probed, question.call_id, 0), encode(question), timeout_s)
-        return answer.seconds
 
     async def close(self) -> None:
         """Close the socket; calls in flight end with WireLost. Idempotent."""

@@ -1,4 +1,4 @@
-"""Bytes of the small messages: tables, probes, copies of experts, errors.
+"""Bytes of the small messages: tables, copies of experts, errors.
 
 Responsible for their headers and checks, like `codec`, which calls it. Must never pickle: tables
 travel in the placement codec's msgpack, errors as a typed msgpack struct.
@@ -38,8 +38,6 @@ from moe_serve.wire.wire_messages import (
     CopyRead,
     ErrorReply,
     FetchTable,
-    Probe,
-    Probed,
     Table,
 )
 from placement.messages.codec import decode_as
@@ -49,7 +47,6 @@ from placement.routing import RoutingTable
 _NOTHING: Final = struct.Struct("<")
 _TABLE: Final = struct.Struct("<BxxxQ")
 """1 where a table follows, its bytes."""
-_SECONDS: Final = struct.Struct("<d")
 _OPEN: Final = struct.Struct("<qqdiii")
 """incarnation, tag, timeout_s, slot, layer, expert."""
 _OPENED: Final = struct.Struct("<qQ")
@@ -86,9 +83,7 @@ _ERRORS: Final[Mapping[str, type[MoeServeError]]] = MappingProxyType(
 )
 """Errors that travel by name; any other arrives as Unavailable."""
 
-_Message = (
-    FetchTable | Table | Probe | Probed | CopyOpen | CopyOpened | CopyRead | CopyChunk | CopyClose
-)
+_Message = FetchTable | Table | CopyOpen | CopyOpened | CopyRead | CopyChunk | CopyClose
 
 
 def encode(message: _Message | ErrorReply) -> list[Buffer]:
@@ -102,12 +97,6 @@ def encode(message: _Message | ErrorReply) -> list[Buffer]:
             body = b"" if message.table is None else encode_placement(message.table)
             header = pack(_TABLE, "header", int(message.table is not None), len(body))
             return [pack_prefix(Kind.TABLE, message.call_id) + header, body]
-        case Probe():
-            header = pack(_SECONDS, "header", check_timeout(message.timeout_s))
-            return [pack_prefix(Kind.PROBE, message.call_id) + header]
-        case Probed():
-            header = pack(_SECONDS, "header", message.seconds)
-            return [pack_prefix(Kind.PROBED, message.call_id) + header]
         case _:
             return _encode_copy(message)
 
@@ -221,18 +210,6 @@ def decode_table(data: bytes) -> RoutingTable:
     return table
 
 
-def _decode_probe(frames: Frames, call_id: int, _sub_id: int) -> Probe:
-    (timeout_s,), _rest = _exact(frames, _SECONDS, 1)
-    return Probe(call_id, check_timeout(timeout_s))
-
-
-def _decode_probed(frames: Frames, call_id: int, _sub_id: int) -> Probed:
-    (seconds,), _rest = _exact(frames, _SECONDS, 1)
-    if not 0.0 <= seconds < float("inf"):
-        raise invalid("seconds", f"must be finite and at least 0 (got {seconds})")
-    return Probed(call_id, seconds)
-
-
 def _decode_open(frames: Frames, call_id: int, _sub_id: int) -> CopyOpen:
     (incarnation, tag, timeout_s, slot, layer, expert), _rest = _exact(frames, _OPEN, 1)
     check_timeout(timeout_s)
@@ -273,8 +250,6 @@ DECODERS: Final[Mapping[Kind, Callable[[Frames, int, int], _Message | ErrorReply
             Kind.ERROR: _decode_error,
             Kind.FETCH_TABLE: _decode_fetch,
             Kind.TABLE: _decode_table,
-            Kind.PROBE: _decode_probe,
-            Kind.PROBED: _decode_probed,
             Kind.COPY_OPEN: _decode_open,
             Kind.COPY_OPENED: _decode_opened,
             Kind.COPY_READ: _decode_read,

@@ -75,13 +75,11 @@ class Kind(IntEnum):
     ERROR = 3
     FETCH_TABLE = 4
     TABLE = 5
-    PROBE = 6
-    PROBED = 7
-    COPY_OPEN = 8
-    COPY_OPENED = 9
-    COPY_READ = 10
-    COPY_CHUNK = 11
-    COPY_CLOSE = 12
+    COPY_OPEN = 6
+    COPY_OPENED = 7
+    COPY_READ = 8
+    COPY_CHUNK = 9
+    COPY_CLOSE = 10
 
 
 _KINDS: Final = MappingProxyType({int(kind): kind for kind in Kind})

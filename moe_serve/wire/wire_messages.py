@@ -30,22 +30,6 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """Ask for one row through queue and compute thread. Answer: Probed."""
-
-    call_id: int
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """`seconds` from arrival to the end of the probe row."""
-
-    call_id: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class CopyOpen:
     """Ask to read what a slot holds. The shard pins the slot until COPY_CLOSE or `timeout_s`.
     Answer: CopyOpened."""
@@ -107,6 +91,6 @@ class ErrorReply:
     error: MoeServeError
 
 
-Request = SubCall | FetchTable | Probe | CopyOpen | CopyRead | CopyClose
-Answer = SubReply | ErrorReply | Table | Probed | CopyOpened | CopyChunk
+Request = SubCall | FetchTable | CopyOpen | CopyRead | CopyClose
+Answer = SubReply | ErrorReply | Table | CopyOpened | CopyChunk
 WireMessage = Request | Answer

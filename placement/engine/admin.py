@@ -7,6 +7,8 @@ with a record.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import msgspec
 
 from placement.engine.state import NEVER_S, PlanAsk, RankStatus, StoredPlan
@@ -18,6 +20,7 @@ from placement.messages.events import (
     BudgetApplied,
     BudgetAsked,
     DrainAsked,
+    DrainCause,
     PauseAsked,
     PlanAsked,
     ResumeAsked,
@@ -28,6 +31,12 @@ from placement.topology import Topology
 
 ASKS_MAX = 8
 """Plans that may be asked for at once; more are told `busy`."""
+_WHY_EMPTY = MappingProxyType(
+    {
+        DrainCause.NODE: "its node is being drained; it may hold replicas again once that is over",
+        DrainCause.OPERATOR: "an operator drained it; undrain it",
+    }
+)
 
 
 def answer(
@@ -101,6 +110,10 @@ def drain_asked(turn: Turn, event: DrainAsked) -> None:
     """Move everything off a rank; refused where the others cannot hold every expert."""
     if not _live_or_refuse(turn, event.request_id, event.rank):
         return
+    rank = turn.rank(event.rank)
+    if rank.draining:
+        _note_cause(turn, event)
+        return
     short = _missing(turn, _changed(turn.topology(), event.rank, draining=True), 1)
     if short:
         missing = short * turn.spec.slot_bytes
@@ -108,16 +121,26 @@ def drain_asked(turn: Turn, event: DrainAsked) -> None:
         turn.record("drain", "refused", f"rank {event.rank}: {message}")
         answer(turn, event.request_id, "refused", message, missing_bytes=missing)
         return
-    turn.rank(event.rank).draining = True
+    rank.drained_by = (event.cause,)
     turn.changed()
     cancel_run(turn, f"rank {event.rank} is drained")
     turn.state.retry_at_s.pop("drain", None)
-    turn.record("drain", "noted", f"rank {event.rank} is to be emptied")
+    turn.record("drain", "noted", f"rank {event.rank} is to be emptied ({event.cause})")
+    answer(turn, event.request_id, "ok", f"rank {event.rank} is being emptied")
+
+
+def _note_cause(turn: Turn, event: DrainAsked) -> None:
+    """One more cause to empty a rank that is being emptied: what runs for it goes on."""
+    rank = turn.rank(event.rank)
+    turn.state.retry_at_s.pop("drain", None)
+    if event.cause not in rank.drained_by:
+        rank.drained_by = tuple(sorted((*rank.drained_by, event.cause)))
+        turn.record("drain", "noted", f"rank {event.rank} is to be emptied ({event.cause}) too")
     answer(turn, event.request_id, "ok", f"rank {event.rank} is being emptied")
 
 
 def undrain_asked(turn: Turn, event: UndrainAsked) -> None:
-    """Let a rank hold replicas again."""
+    """End one cause of a drain. Refused where another keeps the rank empty."""
     if not 0 <= event.rank < len(turn.state.ranks):
         answer(
             turn,
@@ -126,7 +149,14 @@ def undrain_asked(turn: Turn, event: UndrainAsked) -> None:
             f"rank {event.rank} must lie in [0, {len(turn.state.ranks)})",
         )
         return
-    turn.rank(event.rank).draining = False
+    rank = turn.rank(event.rank)
+    stood = event.cause in rank.drained_by
+    rank.drained_by = tuple(cause for cause in rank.drained_by if cause is not event.cause)
+    if rank.draining:
+        message = f"rank {event.rank} stays empty: {_WHY_EMPTY[rank.drained_by[0]]}"
+        turn.record("undrain", "noted", message)
+        answer(turn, event.request_id, "ok" if stood else "refused", message)
+        return
     turn.changed()
     turn.record("undrain", "noted", f"rank {event.rank} may hold replicas again")
     answer(turn, event.request_id, "ok", f"rank {event.rank} may hold replicas again")

@@ -20,7 +20,7 @@ from placement.engine.supervise import cancel_run, recall_needed
 from placement.engine.turn import Turn
 from placement.layout import EMPTY
 from placement.messages.effects import ReplaceRank
-from placement.messages.events import RankJoined, ResidentSlot
+from placement.messages.events import DrainCause, RankJoined, ResidentSlot
 from placement.migration import AddState, RemoveState, StepEvent, is_terminal
 from placement.planner.plan import StepKind
 
@@ -221,6 +221,8 @@ def rank_lost(
     rank.slots = []
     rank.address = None
     rank.suspected_at_s = rank.resize_sent_at_s = NEVER_S
+    # The next life is made on another node.
+    rank.drained_by = tuple(cause for cause in rank.drained_by if cause is not DrainCause.NODE)
     turn.changed()
     turn.record(
         "rank_lost",

@@ -22,6 +22,7 @@ from placement.forecast import ForecastState, initial_state
 from placement.layout import ABSENT, EMPTY, ExpertLayout, IntArray
 from placement.load import LoadHistory
 from placement.messages.codec import decode_as, encode
+from placement.messages.events import DrainCause
 from placement.planner.plan import Plan, PlannedStep
 from placement.routing import RankAddress
 from placement.topology import NUM_PHASES, DeviceProfile, MoeSpec, RankSpec, Topology
@@ -59,7 +60,11 @@ class RankStatus(StrEnum):
 
 
 class RankState(msgspec.Struct, kw_only=True):
-    """One rank. `wanted_slots` >= 0: a lower budget was asked for and is not applied yet."""
+    """One rank. `wanted_slots` >= 0: a lower budget was asked for and is not applied yet.
+
+    `drained_by`: why it is to hold nothing, sorted; each cause ends by itself. NODE stands only
+    while the rank holds something: a node's drain ends for it with the life that was there.
+    """
 
     rank: int
     node: str
@@ -71,7 +76,7 @@ class RankState(msgspec.Struct, kw_only=True):
     incarnation: int = -1
     address: RankAddress | None = None
     suspected_at_s: float = NEVER_S
-    draining: bool = False
+    drained_by: tuple[DrainCause, ...] = ()
     wanted_slots: int = -1
     wanted_bytes: int = -1
     resize_sent_at_s: float = NEVER_S
@@ -82,6 +87,11 @@ class RankState(msgspec.Struct, kw_only=True):
         """Whether what it holds counts: live, or not yet heard of since the controller
         restarted."""
         return self.status in (RankStatus.LIVE, RankStatus.RESTORED)
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is to be emptied and kept empty, for whatever cause."""
+        return bool(self.drained_by)
 
     def set_num_slots(self, num_slots: int) -> None:
         """Take the shard's word on how many slots it has. Slots that still hold something stay
@@ -272,7 +282,7 @@ def initial(
             num_slots=r.num_slots,
             budget_bytes=r.num_slots * spec.slot_bytes,
             status=RankStatus.EXPECTED if r.alive else RankStatus.LOST,
-            draining=r.draining,
+            drained_by=(DrainCause.OPERATOR,) if r.draining else (),
         )
         for r in topology.ranks
     ]

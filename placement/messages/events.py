@@ -7,6 +7,8 @@ for byte.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,13 @@ import numpy.typing as npt
 from placement.load import LoadWindow
 from placement.planner.plan import Plan
 from placement.routing import RankAddress
+
+
+class DrainCause(StrEnum):
+    """Who wants a rank empty: a person, or the cluster that empties the node it is on."""
+
+    OPERATOR = "operator"
+    NODE = "node"
 
 
 class ResidentSlot(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,13 +201,15 @@ class DrainAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
 
     request_id: int
     rank: int
+    cause: DrainCause = DrainCause.OPERATOR
 
 
 class UndrainAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
-    """A drained rank may hold replicas again."""
+    """One cause of a drain is over; the rank may hold replicas again once none is left."""
 
     request_id: int
     rank: int
+    cause: DrainCause = DrainCause.OPERATOR
 
 
 class BudgetAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):

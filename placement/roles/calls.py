@@ -48,10 +48,11 @@ class Ended(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """How a rank failed rows of a call, under which epoch and in which life of the shard."""
+    """How a rank failed rows of a call, under which (term, epoch) and in which life of the
+    shard."""
 
     why: Ended
-    epoch: int
+    order: tuple[int, int]
     incarnation: int
 
 
@@ -85,7 +86,7 @@ class SubCallState:
     cause: Cause
     rank: int
     incarnation: int
-    epoch: int
+    order: tuple[int, int]
     sent_at_s: float
     position: npt.NDArray[np.int64]
     pair_row: Int32s
@@ -118,8 +119,8 @@ class Cover:
 class Call:
     """An open call: rows int32 [n] of its request, and uint8 [n, k] which of their pairs it holds.
 
-    `attempt` is 0 for first calls and counts retries. `refused_by`: rank -> (why, epoch it was
-    asked under).
+    `attempt` is 0 for first calls and counts retries. `refused_by`: rank -> (why, table it
+    was asked under).
     """
 
     call_id: int
@@ -206,10 +207,11 @@ class CallBook:
         cause: Cause,
         parts: Iterable[Part],
         incarnation: dict[int, int],
-        epoch: int,
+        order: tuple[int, int],
         at_s: float,
     ) -> Cover:
-        """Start a cover of exactly the call's pairs, one sub-call a part."""
+        """Start a cover of exactly the call's pairs, one sub-call a part, under the table of that
+        (term, epoch)."""
         cover_id = self._take_id()
         subs = []
         for part in parts:
@@ -221,7 +223,7 @@ class CallBook:
                 cause=cause,
                 rank=part.rank,
                 incarnation=incarnation[part.rank],
-                epoch=epoch,
+                order=order,
                 sent_at_s=at_s,
                 position=np.searchsorted(call.row_id, part.row_id),
                 pair_row=part.pair_row,
@@ -272,7 +274,7 @@ class CallBook:
         cover.running -= 1
         if not served.all():
             cover.served[sub.position[~served]] = False
-            call.refused_by[sub.rank] = Refusal(why, sub.epoch, sub.incarnation)
+            call.refused_by[sub.rank] = Refusal(why, sub.order, sub.incarnation)
         if cover.running > 0:
             return Settled()
         if cover.served.all():

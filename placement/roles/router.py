@@ -3,7 +3,7 @@ gives up.
 
 A driver (the router actor, or the simulator) feeds events with the time `at_s` and does what comes
 back: it runs a `PlanJob` (pure, anywhere), commits it, sends each `Dispatch`, reports the answer or
-the loss, and asks `take_retries` after each event. Every number in flight is kept by epoch, so that
+the loss, and asks `take_retries` after each event. Every number in flight is kept by table, so that
 `quiesced_epoch` can be acknowledged.
 
 Responsible for table acceptance, exactly-once calls (`calls`), retry budget, hedging, avoidance
@@ -78,7 +78,8 @@ class RouterRole:
             eject_max_s=rules.eject_max_s,
             eject_share=rules.eject_share,
         )
-        self._in_flight: Counter[int] = Counter()
+        self._in_flight: Counter[tuple[int, int]] = Counter()
+        """Jobs and sub-calls by (term, epoch) of their table."""
         self._batches = 0
         self._waiting: deque[int] = deque()
         self._retrying: set[int] = set()
@@ -98,17 +99,21 @@ class RouterRole:
 
     @property
     def quiesced_epoch(self) -> int:
-        """Greatest e such that nothing split under an epoch below e is in flight."""
-        return min(self._in_flight, default=self.applied_epoch)
+        """Greatest e such that nothing split under a table older than this term's epoch e is in
+        flight: 0 while work of an earlier term is."""
+        if self._index is None:
+            return 0
+        term, epoch = min(self._in_flight, default=self._index.table.order)
+        return epoch if term == self._index.table.term else 0
 
     def accept(self, table: RoutingTable) -> Acceptance:
-        """Use a table for new batches if it is newer. An epoch never goes down."""
+        """Use a table for new batches if it is newer. An epoch goes down only with a new term."""
         if table.term < self.highest_term:
             return Acceptance.STALE_TERM
         if (table.num_layers, table.num_experts) != self._shape:
             return Acceptance.MISFIT
         self.highest_term = table.term
-        if table.epoch <= self.applied_epoch:
+        if not table.is_newer(self.table):
             return Acceptance.KNOWN
         self._index = TableIndex(table)
         self._ranks.follow(self._index.incarnation)
@@ -116,7 +121,9 @@ class RouterRole:
 
     def behind(self, term: int, epoch: int) -> bool:
         """Whether a shard that names (term, epoch) knows a newer table."""
-        return term >= self.highest_term and epoch > self.applied_epoch
+        if epoch < 0 or term < self.highest_term:
+            return False  # it has no table, or one of a controller that is fenced
+        return self.table is None or (term, epoch) > self.table.order
 
     # ------------------------------------------------------------------------------- ranks
 
@@ -185,27 +192,27 @@ class RouterRole:
         if request is None:
             return ()
         incarnation = job.index.incarnation
-        epoch = job.index.table.epoch
+        order = job.index.table.order
         sent: list[Dispatch] = []
         if job.call_id is None:
             for part in parts:
                 pairs = np.zeros((part.row_id.shape[0], job.ids.shape[1]), np.uint8)
                 pairs[part.pair_row, part.pair_k] = 1
                 call = self._book.open_call(request, part.row_id, pairs, at_s)
-                cover = self._book.open_cover(call, job.cause, (part,), incarnation, epoch, at_s)
+                cover = self._book.open_cover(call, job.cause, (part,), incarnation, order, at_s)
                 sent.append(self._dispatch(job, request, call, cover.subs[0], part, at_s))
             return tuple(sent)
         found = self._book.calls.get(job.call_id)
         if found is None:
             return ()
-        cover = self._book.open_cover(found, job.cause, parts, incarnation, epoch, at_s)
+        cover = self._book.open_cover(found, job.cause, parts, incarnation, order, at_s)
         for sub, part in zip(cover.subs, parts, strict=True):
             sent.append(self._dispatch(job, request, found, sub, part, at_s))
         return tuple(sent)
 
     def abandon(self, job: PlanJob) -> None:
         """Forget a job that will not be committed."""
-        self._release(job.index.table.epoch)
+        self._release(job.index.table.order)
 
     def answered(
         self,
@@ -220,7 +227,7 @@ class RouterRole:
     ) -> Step:
         """A well-formed reply came: row_status uint8 [R], partial raw [served rows, H]."""
         sub = self._book.subs[sub_id]
-        self._release(sub.epoch)
+        self._release(sub.order)
         self._ranks.answered(sub.rank, sub.incarnation, backlog_seq, backlog_s, at_s)
         served_pairs = self._count_pairs(sub, row_status)
         self._ranks.computed(sub.rank, sub.incarnation, served_pairs, compute_s)
@@ -231,7 +238,7 @@ class RouterRole:
         a cancelled request.
         """
         sub = self._book.subs[sub_id]
-        self._release(sub.epoch)
+        self._release(sub.order)
         self.counters["lost_pairs"] += sub.num_pairs
         if fault:
             self._ranks.fault(sub.rank, sub.incarnation, at_s)
@@ -311,7 +318,7 @@ class RouterRole:
         valid: Bytes,
         at_s: float,
     ) -> PlanJob:
-        self._in_flight[index.table.epoch] += 1
+        self._in_flight[index.table.order] += 1
         self._batches += 1
         return PlanJob(
             request_key=request.key,
@@ -337,7 +344,7 @@ class RouterRole:
         part: Part,
         at_s: float,
     ) -> Dispatch:
-        self._in_flight[sub.epoch] += 1
+        self._in_flight[sub.order] += 1
         self.counters["sent_pairs"] += part.num_pairs
         if job.cause is Cause.RETRY:
             self.counters["retried_pairs"] += part.num_pairs
@@ -355,7 +362,7 @@ class RouterRole:
             attempt=call.attempt,
             incarnation=sub.incarnation,
             term=job.index.table.term,
-            epoch=sub.epoch,
+            epoch=job.index.table.epoch,
             timeout_s=min(left_s, self.rules.attempt_timeout_s + backlog_s),
             part=part,
         )
@@ -392,10 +399,10 @@ class RouterRole:
             FailureKind.NO_REPLICA, f"layer {layer} has no ready replica of expert {named}"
         )
 
-    def _release(self, epoch: int) -> None:
-        self._in_flight[epoch] -= 1
-        if self._in_flight[epoch] == 0:
-            del self._in_flight[epoch]
+    def _release(self, order: tuple[int, int]) -> None:
+        self._in_flight[order] -= 1
+        if self._in_flight[order] == 0:
+            del self._in_flight[order]
 
     def _forget(self, call_id: int) -> None:
         self._retrying.discard(call_id)
@@ -410,7 +417,7 @@ def _avoided_by(call: Call, index: TableIndex) -> frozenset[int]:
         rank
         for rank, refusal in call.refused_by.items()
         if index.incarnation.get(rank) == refusal.incarnation
-        and not (refusal.why is Ended.STALE and index.table.epoch > refusal.epoch)
+        and not (refusal.why is Ended.STALE and index.table.order > refusal.order)
     )
 
 

@@ -220,7 +220,7 @@ class SimRouter:
 
     def install(self, table: RoutingTable) -> None:
         """Use the table if it is newer."""
-        if self.table is None or table.order > self.table.order:
+        if table.is_newer(self.table):
             self.table = table
 
     @property

@@ -246,7 +246,7 @@ class FakeRouterPort:
             raise StaleTerm(f"term {table.term} is over", term=self._term)
         self._term = table.term
         self.peers = tuple(peers)
-        if self.table is None or table.epoch > self.table.epoch:
+        if table.is_newer(self.table):
             self.cluster.check_table(table)
             self.table = table
         return self.applied
@@ -313,6 +313,8 @@ class FakeCluster:
     killed: list[str] = field(default_factory=list)
     tables: list[RoutingTable] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    deaf_kills: int = 0
+    """Kills to come that find the cluster's head away."""
 
     def shard(self, rank: int) -> FakeShardPort | None:
         """The newest living shard of a rank."""
@@ -344,6 +346,12 @@ class FakeCluster:
         """The cluster wants a node emptied."""
         self.nodes = [
             replace(n, draining_deadline_s=100.0) if n.node == node else n for n in self.nodes
+        ]
+
+    def keep_node(self, node: str) -> None:
+        """The cluster takes the drain of a node back."""
+        self.nodes = [
+            replace(n, draining_deadline_s=None) if n.node == node else n for n in self.nodes
         ]
 
     def check_table(self, table: RoutingTable) -> None:
@@ -409,6 +417,9 @@ class FakeFleet:
         return tuple(self.cluster.living())
 
     async def kill(self, name: str) -> None:
+        if self.cluster.deaf_kills:
+            self.cluster.deaf_kills -= 1
+            raise Unavailable("Ray gives no answer: RaySystemError")
         self.cluster.killed.append(name)
         if name in self.cluster.parts:
             self.cluster.die(name)

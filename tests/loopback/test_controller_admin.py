@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from moe_serve.controller.admin_server import SERVICE_NAME
 from moe_serve.controller.service import ControllerService
 from moe_serve.controller.settings import (
     ControllerSettings,
@@ -322,3 +323,19 @@ async def test_a_restarted_controller_is_found_at_the_same_port(tmp_path: Path) 
         address = service.admin_address
     async with serving(make_settings(tmp_path)) as (service, _cluster, _stub):
         assert service.admin_address == address
+
+
+@pytest.mark.asyncio
+async def test_bytes_that_are_no_message_are_an_invalid_argument(tmp_path: Path) -> None:
+    async with serving(make_settings(tmp_path)) as (service, _, stub):
+        names = [m.name for m in pb.DESCRIPTOR.services_by_name["PlacementService"].methods]
+        async with grpc.aio.insecure_channel(service.admin_address) as channel:
+            for name in names:
+                method = f"/{SERVICE_NAME}/{name}"
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    if name.startswith("Watch"):
+                        await channel.unary_stream(method)(b"\xff\xff", timeout=5).read()
+                    else:
+                        await channel.unary_unary(method)(b"\xff\xff", timeout=5)
+                assert type(from_rpc_error(caught.value)) is InvalidArgument, name
+        assert (await stub.GetPlacement(pb.GetPlacementRequest(), timeout=5)).state

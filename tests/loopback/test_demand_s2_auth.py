@@ -283,8 +283,8 @@ async def test_s2_nothing_older_than_tls_1_2_is_spoken(tmp_path: Path) -> None:
 async def test_s4_a_shard_takes_no_command_and_no_table_from_the_wire() -> None:
     """Placement comes through the actor handle, which only the controller has. The wire has no
     words for it, and what only looks like it is refused."""
-    asking = {Kind.FORWARD, Kind.FETCH_TABLE, Kind.PROBE, Kind.COPY_OPEN, Kind.COPY_READ}
-    answering = {Kind.REPLY, Kind.ERROR, Kind.TABLE, Kind.PROBED, Kind.COPY_OPENED, Kind.COPY_CHUNK}
+    asking = {Kind.FORWARD, Kind.FETCH_TABLE, Kind.COPY_OPEN, Kind.COPY_READ}
+    answering = {Kind.REPLY, Kind.ERROR, Kind.TABLE, Kind.COPY_OPENED, Kind.COPY_CHUNK}
     assert asking | answering | {Kind.COPY_CLOSE} == set(Kind), "say here what a new kind may do"
     shard = marker_shard(model=marker_model(hidden=HIDDEN))
     address = shard.start()

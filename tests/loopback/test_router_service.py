@@ -619,3 +619,46 @@ async def test_overhead_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         with capsys.disabled():
             print("\nrouter over fake shards:", "; ".join(lines), quantiles)
         assert quantiles["dispatch_p50_s"] <= quantiles["dispatch_p99_s"]
+
+
+# -- bytes that are no message -------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("garbage", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe", b"\x08"])
+async def test_bytes_that_are_no_message_are_an_invalid_argument(garbage: bytes) -> None:
+    async with a_rig() as rig:
+        for name in ("Forward", "GetModelSpec"):
+            method = f"/{SERVICE_NAME}/{name}"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await rig.channel.unary_unary(method)(garbage, timeout=5)
+            error = from_rpc_error(caught.value)
+            assert type(error) is InvalidArgument
+            assert error.message == (
+                f"{method}: the bytes are no message of this method; use the protos of this version"
+            )
+        made = arrays()
+        check(made, await rig.stub.Forward(codec.forward_request(made), timeout=5))
+
+
+@pytest.mark.asyncio
+async def test_an_item_that_is_no_message_ends_its_stream_only() -> None:
+    made = arrays()
+    item = dispatch_pb2.StreamForwardRequest(sequence=7, request=codec.forward_request(made))
+    async with a_rig() as rig:
+        raw = rig.channel.stream_stream(f"/{SERVICE_NAME}/StreamForward")(timeout=5)
+        other = rig.stub.StreamForward(timeout=5)
+        await raw.write(item.SerializeToString())
+        await other.write(item)
+        answer = dispatch_pb2.StreamForwardResponse.FromString(await raw.read())
+        assert answer.sequence == 7
+        check(made, answer.response)
+        await raw.write(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await raw.read()
+        assert type(from_rpc_error(caught.value)) is InvalidArgument
+        check(made, (await other.read()).response)
+        await other.write(item)
+        check(made, (await other.read()).response)
+        await other.done_writing()
+        assert await other.read() is grpc.aio.EOF

@@ -23,7 +23,7 @@ from moe_serve.wire.codec import encode
 from moe_serve.wire.security import CurveKeys, ServerSecurity
 from moe_serve.wire.server import Reply, WireServer
 from moe_serve.wire.sockets import WireOptions
-from moe_serve.wire.wire_messages import Probe, WireMessage
+from moe_serve.wire.wire_messages import CopyClose, WireMessage
 from placement.routing import RankAddress
 from tests.fakes.sub_calls import sub_call, sub_reply
 
@@ -263,7 +263,7 @@ async def test_bytes_that_are_no_message_are_dropped_and_counted(
     stranger.connect(server.address)
     for parts in ([b""], [b"GET / HTTP/1.1"], [b"x"] * 9, [os.urandom(100)] * 3):
         await stranger.send_multipart(parts)
-    broken = encode(Probe(7, 1.0))
+    broken = encode(CopyClose(7, 1))
     await stranger.send_multipart([broken[0][:24]])  # type: ignore[index]
     answer = await asyncio.wait_for(stranger.recv_multipart(), 5)
     assert answer[0][5] == 3, "an ERROR where the ids could be read"

@@ -25,12 +25,37 @@ from tests.engine_driver import EngineDriver, ShardCommand
 NUM_RANKS = 3
 NUM_EXPERTS = 4
 DRAIN_WAIT_S = 1.0
+SILENCE_S = 5.0
 MEMORY = 20
 """Answers of the past that may come a second time."""
 
+ROUTERS = ("r0", "r1")
+
 ranks = st.integers(0, NUM_RANKS - 1)
+routers = st.sampled_from(ROUTERS)
 picks = st.integers(0, 1 << 16)
 """Chooses among things whose number is known only when the rule runs."""
+
+
+class ReleaseLastInTheSet(ReleaseLast):
+    """I7 where routers fall silent: one that is not current for `silence_s` is waited for no more,
+    until it is heard of again."""
+
+    def __init__(self, *, wait_s, silence_s):
+        super().__init__(wait_s=wait_s)
+        self._silence_s = silence_s
+        self._behind_since = {}
+
+    def take(self, entry):
+        for router, since_s in self._behind_since.items():
+            if entry.at_s >= since_s + self._silence_s:
+                self._routers.pop(router, None)
+        super().take(entry)
+        if isinstance(entry, Published):
+            for router in self._routers:
+                self._behind_since.setdefault(router, entry.at_s)
+        elif isinstance(entry, RouterTold) and entry.applied >= 0:
+            self._behind_since.pop(entry.router, None)
 
 
 class WatchedDriver(EngineDriver):
@@ -40,12 +65,15 @@ class WatchedDriver(EngineDriver):
     """
 
     def __init__(self, *args, **fields):
+        self.now_s = 0.0
         self.checkers = (
             TableOrder(),
             Coverage(losses_allowed=True),
             Memory(),
-            ReleaseLast(wait_s=DRAIN_WAIT_S),
+            ReleaseLastInTheSet(wait_s=DRAIN_WAIT_S, silence_s=SILENCE_S),
         )
+        for router in ROUTERS:
+            self.note_router(router, -1)
         self.slow, self.deaf = set(), set()
         self.late, self.told = [], deque(maxlen=MEMORY)
         self.listed = {}
@@ -103,6 +131,7 @@ class WatchedDriver(EngineDriver):
         return answers
 
     def _note_table(self, table):
+        self.kill_who_was_given_up()
         listed = {
             (layer * self.spec.num_experts + expert, *replica)
             for layer in range(self.spec.num_layers)
@@ -129,10 +158,21 @@ class WatchedDriver(EngineDriver):
         for key in self.listed.keys() - {key for key, _, _, _ in listed}:
             alive = [at for at in self.listed[key] if at in self.lives()]
             assert not alive, f"I2: key {key} left the table though {alive} live"
-        lives = {rank: incarnation for rank, incarnation in self.lives()}
+        lives = dict(self.lives())
         self.listed = {}
         for key, rank, _, _ in listed:
             self.listed.setdefault(key, set()).add((rank, lives[rank]))
+
+    def kill_who_was_given_up(self):
+        """The controller kills what it has declared lost: its process answers nothing any more."""
+        for rank in self.engine.state.ranks:
+            shard = self.shards.get(rank.rank)
+            if (
+                shard is not None
+                and rank.status is RankStatus.LOST
+                and rank.incarnation == shard.incarnation
+            ):
+                del self.shards[rank.rank]
 
     def lives(self):
         """(rank, incarnation) of every shard that lives."""
@@ -155,13 +195,18 @@ class WatchedDriver(EngineDriver):
 class EngineMachine(RuleBasedStateMachine):
     """Rules are what may happen to a service; see the module's text for what must hold."""
 
+    demand: dict[int, float] = {}  # noqa: RUF012  # replaced, never changed
+
     @initialize(
         slots=st.lists(st.integers(3, 6), min_size=NUM_RANKS, max_size=NUM_RANKS),
         num_layers=st.integers(1, 2),
         first_policy=st.sampled_from(["static", "incremental"]),
         floor=st.integers(1, 2),
+        slow=st.sets(ranks),
+        silent=st.sets(routers),
+        hold=st.booleans(),
     )
-    def start(self, slots, num_layers, first_policy, floor):
+    def start(self, slots, num_layers, first_policy, floor, slow, silent, hold):
         self.request_id = 0
         self.incarnations = [1] * NUM_RANKS
         self.slots = [max(n, num_layers * 2 + 1) for n in slots]
@@ -171,44 +216,63 @@ class EngineMachine(RuleBasedStateMachine):
             floor=floor,
             drain_wait_s=DRAIN_WAIT_S,
             budget_drain_wait_s=DRAIN_WAIT_S,
+            router_silence_s=SILENCE_S,
             plan_life_s=600.0,
         )
         self.driver = WatchedDriver(
             make_spec(num_layers=num_layers, num_experts=NUM_EXPERTS),
             make_topology(self.slots, ranks_per_node=1),
             config,
-            routers=["r0", "r1"],
+            routers=ROUTERS,
         )
+        # Trouble from the start: a run of rules would seldom come upon several kinds at once.
+        self.driver.slow |= slow
+        self.driver.silent_routers |= silent
+        self.driver.hold |= {ComputeTarget} if hold else set()
 
     # -- traffic and time ------------------------------------------------------------------------
 
-    @rule(hot=picks, pairs=st.sampled_from([0.0, 500.0, 5000.0]))
-    def window_closes(self, hot, pairs):
-        self.driver.close_window({hot % self.driver.spec.num_keys: pairs})
+    @rule(hot=picks, cold=picks, pairs=st.sampled_from([500.0, 5000.0, 50000.0]))
+    def the_load_shifts(self, hot, cold, pairs):
+        num_keys = self.driver.spec.num_keys
+        self.demand = {cold % num_keys: 0.0, hot % num_keys: pairs}
+        self.driver.close_window(self.demand)
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 8.0, 40.0]))
+    @rule(windows=st.integers(1, 3))
+    def the_load_stays(self, windows):
+        for _ in range(windows):
+            self.driver.close_window(self.demand)
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0, 8.0, 40.0]))
     def time_passes(self, seconds):
         self.driver.wait(seconds)
 
     # -- answers ---------------------------------------------------------------------------------
 
-    @rule(rank=ranks)
-    def answers_begin_to_come_late(self, rank):
-        self.driver.slow.add(rank)
-
-    @rule(rank=ranks)
-    def answers_come_at_once_again(self, rank):
-        self.driver.slow.discard(rank)
-
-    @precondition(lambda self: self.driver.late)
-    @rule(pick=picks)
-    def a_late_answer_comes(self, pick):
-        self.driver.feed(self.driver.late.pop(pick % len(self.driver.late)))
+    @rule(rank=ranks, how=st.sampled_from(["slow", "prompt", "deaf", "hears"]))
+    def a_connection_changes(self, rank, how):
+        {
+            "slow": self.driver.slow.add,
+            "prompt": self.driver.slow.discard,
+            "deaf": self.driver.deaf.add,
+            "hears": self.driver.deaf.discard,
+        }[how](rank)
 
     @precondition(lambda self: self.driver.late)
-    @rule(pick=picks)
-    def a_late_answer_is_lost(self, pick):
-        self.driver.late.pop(pick % len(self.driver.late))
+    @rule(drawn=st.lists(picks, min_size=1, max_size=4))
+    def late_answers_come(self, drawn):
+        for pick in drawn:
+            if self.driver.late:
+                self.driver.feed(self.driver.late.pop(pick % len(self.driver.late)))
+
+    @precondition(lambda self: self.driver.late)
+    @rule(pick=picks, code=st.sampled_from(["", "io", "timeout", "digest", "source_lost"]))
+    def a_late_answer_is_lost_or_a_failure(self, pick, code):
+        late = self.driver.late.pop(pick % len(self.driver.late))
+        if code and not isinstance(late, ev.BudgetApplied):
+            self.driver.feed(
+                ev.StepFailed(at_s=0.0, step_id=late.step_id, code=code, detail="on purpose")
+            )
 
     @precondition(lambda self: self.driver.told)
     @rule(pick=picks)
@@ -217,74 +281,45 @@ class EngineMachine(RuleBasedStateMachine):
         if not isinstance(told, ev.BudgetApplied):  # one at a time a rank: never reordered
             self.driver.feed(told)
 
-    @precondition(lambda self: self.driver.late)
-    @rule(pick=picks, code=st.sampled_from(["io", "timeout", "digest", "source_lost"]))
-    def a_late_answer_is_a_failure(self, pick, code):
-        late = self.driver.late.pop(pick % len(self.driver.late))
-        if not isinstance(late, ev.BudgetApplied):
-            self.driver.feed(
-                ev.StepFailed(at_s=0.0, step_id=late.step_id, code=code, detail="on purpose")
-            )
-
-    @rule(rank=ranks)
-    def commands_get_lost(self, rank):
-        self.driver.deaf.add(rank)
-
-    @rule(rank=ranks)
-    def commands_arrive_again(self, rank):
-        self.driver.deaf.discard(rank)
-
-    # -- targets ---------------------------------------------------------------------------------
-
-    @rule()
-    def targets_are_held_back(self):
-        self.driver.hold.add(ComputeTarget)
-
-    @precondition(lambda self: self.driver.hold)
-    @rule()
-    def held_targets_come(self):
-        self.driver.let_go(ComputeTarget)
+    @rule(later=st.booleans())
+    def targets_come_late(self, later):
+        if later:
+            self.driver.hold.add(ComputeTarget)
+        else:
+            self.driver.let_go(ComputeTarget)
 
     # -- ranks and routers -----------------------------------------------------------------------
 
     @rule(rank=ranks)
-    def a_rank_is_lost(self, rank):
+    def a_rank_goes_or_comes(self, rank):
         if rank in self.driver.shards:
             self.driver.lose(rank)
-
-    @rule(rank=ranks)
-    def a_rank_joins_anew(self, rank):
-        if rank not in self.driver.shards:
+        else:
             self.join_anew(rank)
 
-    @rule(rank=ranks)
-    def a_rank_is_replaced_before_its_loss_is_known(self, rank):
-        self.driver.shards.pop(rank, None)
-        self.join_anew(rank)
-
-    @rule(rank=ranks)
-    def a_rank_tells_again_what_it_holds(self, rank):
+    @rule(rank=ranks, known=st.booleans())
+    def a_rank_speaks_again(self, rank, known):
+        """The same shard tells what it holds, or another has taken its place unseen."""
         shard = self.driver.shards.get(rank)
-        if shard is not None:
+        if known and shard is not None:
             self.driver.join(rank, shard=shard)
+        else:
+            self.driver.shards.pop(rank, None)
+            self.join_anew(rank)
 
-    @rule(rank=ranks)
-    def a_rank_is_suspected(self, rank):
-        # A live one that stays silent would be declared lost: then its process is killed.
-        self.driver.feed(ev.RankSuspected(at_s=0.0, rank=rank, reason="disconnected"))
-
-    @rule(rank=ranks)
-    def a_suspicion_ends(self, rank):
-        if rank in self.driver.shards:
+    @rule(rank=ranks, silent=st.booleans())
+    def a_rank_is_suspected_or_cleared(self, rank, silent):
+        if silent:
+            self.driver.feed(ev.RankSuspected(at_s=0.0, rank=rank, reason="disconnected"))
+        elif rank in self.driver.shards:
             self.driver.feed(ev.RankCleared(at_s=0.0, rank=rank))
 
-    @rule(router=st.sampled_from(["r0", "r1"]))
-    def a_router_falls_silent(self, router):
-        self.driver.silent_routers.add(router)
-
-    @rule(router=st.sampled_from(["r0", "r1"]))
-    def a_router_catches_up(self, router):
-        self.catch_up(router)
+    @rule(router=routers, silent=st.booleans())
+    def a_router_falls_silent_or_catches_up(self, router, silent):
+        if silent:
+            self.driver.silent_routers.add(router)
+        else:
+            self.catch_up(router)
 
     # -- operators -------------------------------------------------------------------------------
 
@@ -292,31 +327,21 @@ class EngineMachine(RuleBasedStateMachine):
     def a_budget_is_asked_for(self, rank, slots):
         self.ask(ev.BudgetAsked, rank=rank, budget_bytes=slots * self.driver.spec.slot_bytes)
 
-    @rule(rank=ranks)
-    def a_drain_is_asked_for(self, rank):
-        self.ask(ev.DrainAsked, rank=rank)
+    @rule(rank=ranks, kind=st.sampled_from([ev.DrainAsked, ev.UndrainAsked]))
+    def a_drain_or_undrain_is_asked_for(self, rank, kind):
+        self.ask(kind, rank=rank)
 
-    @rule(rank=ranks)
-    def an_undrain_is_asked_for(self, rank):
-        self.ask(ev.UndrainAsked, rank=rank)
+    @rule(kind=st.sampled_from([ev.PauseAsked, ev.ResumeAsked]))
+    def a_pause_or_resume_is_asked_for(self, kind):
+        self.ask(kind)
 
-    @rule()
-    def a_pause_is_asked_for(self):
-        self.ask(ev.PauseAsked)
-
-    @rule()
-    def a_resume_is_asked_for(self):
-        self.ask(ev.ResumeAsked)
-
-    @rule()
-    def a_plan_is_asked_for(self):
-        self.ask(ev.PlanAsked)
-
-    @precondition(lambda self: self.driver.engine.state.stored)
-    @rule(pick=picks)
-    def a_plan_is_applied(self, pick):
+    @rule(pick=st.none() | picks)
+    def a_plan_is_asked_for_or_applied(self, pick):
         stored = self.driver.engine.state.stored
-        self.ask(ev.ApplyAsked, plan_id=stored[pick % len(stored)].plan_id)
+        if pick is None or not stored:
+            self.ask(ev.PlanAsked)
+        else:
+            self.ask(ev.ApplyAsked, plan_id=stored[pick % len(stored)].plan_id)
 
     # -- what the rules are made of --------------------------------------------------------------
 
@@ -336,22 +361,11 @@ class EngineMachine(RuleBasedStateMachine):
             self.driver.feed(ev.TableApplied(at_s=0.0, router=router, epoch=epoch))
             self.driver.feed(ev.TableQuiesced(at_s=0.0, router=router, epoch=epoch))
 
-    def kill_who_was_given_up(self):
-        """The controller kills what it has declared lost: its process answers nothing any more."""
-        for rank in self.driver.engine.state.ranks:
-            shard = self.driver.shards.get(rank.rank)
-            if (
-                shard is not None
-                and rank.status is RankStatus.LOST
-                and rank.incarnation == shard.incarnation
-            ):
-                del self.driver.shards[rank.rank]
-
     # -- what must hold --------------------------------------------------------------------------
 
     @invariant()
     def nobody_holds_more_than_it_may(self):
-        self.kill_who_was_given_up()
+        self.driver.kill_who_was_given_up()
         for rank in self.driver.engine.state.ranks:
             filled = sum(s.use is not SlotUse.EMPTY for s in rank.slots)
             assert filled <= rank.num_slots, f"I6: rank {rank.rank} fills {filled} slots"
@@ -386,7 +400,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         driver = self.driver
-        self.kill_who_was_given_up()
+        self.driver.kill_who_was_given_up()
         driver.slow.clear()
         driver.deaf.clear()
         for late in driver.late:

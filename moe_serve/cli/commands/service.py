@@ -145,7 +145,7 @@ def _rehearse(
         from moe_serve.bootstrap.record import service_dir
 
         folder = str(service_dir(config.service, config.state_dir))
-        with service.connected(ray_address, ship=ship):
+        with service.command_connected(ray_address, ship=ship):
             checks = preflight(config, alive_nodes(), folder, report.slot_bytes)
     fit = report.fits and not any(check.problems for check in checks)
     out.data(

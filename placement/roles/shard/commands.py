@@ -71,7 +71,7 @@ class ShardSlots:
     def install_table(self, table: RoutingTable) -> int:
         """Keep the table if it is newer; the newest epoch held. Raises TermRefused."""
         self.accept_term(table.term)
-        if self.table is None or table.order > self.table.order:
+        if self.table is None or table.is_newer(self.table):
             self.table = table
         return self.table.epoch
 

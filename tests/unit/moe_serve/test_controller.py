@@ -210,6 +210,46 @@ async def test_a_draining_node_is_emptied_and_its_lost_rank_returns_elsewhere(
 
 
 @pytest.mark.asyncio
+async def test_a_node_that_dies_drained_by_an_earlier_controller_does_not_keep_its_rank(
+    tmp_path: Path,
+) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        old = cluster.shard(1)
+        assert old is not None
+        cluster.drain_node(old.node)
+        await until(lambda: all(1 not in rig.listed(expert) for expert in range(4)))
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        assert rig.state.ranks[1].draining
+        assert cluster.shard(1) is old, "its shard is adopted, not undrained"
+        cluster.die(old.name)
+        await until(lambda: cluster.shard(1) not in (None, old))
+        await until(lambda: not rig.state.ranks[1].draining)
+
+
+@pytest.mark.asyncio
+async def test_the_end_of_a_nodes_drain_leaves_the_operators_drain_alone(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        shard = cluster.shard(1)
+        assert shard is not None
+        asked = await rig.service.life.driver.ask(
+            lambda n: DrainAsked(at_s=0.0, request_id=n, rank=1)
+        )
+        assert asked.code == "ok"
+        cluster.drain_node(shard.node)
+        await until(lambda: len(rig.state.ranks[1].drained_by) == 2)
+        cluster.keep_node(shard.node)
+        await until(lambda: len(rig.state.ranks[1].drained_by) == 1)
+        assert rig.state.ranks[1].draining
+        await rig.service.life.supervision.undrain(1)
+        assert not rig.state.ranks[1].draining
+
+
+@pytest.mark.asyncio
 async def test_a_shard_that_dies_in_the_middle_of_a_copy_is_replaced(tmp_path: Path) -> None:
     cluster = make_cluster()
     async with controller(make_settings(tmp_path), cluster) as rig:
@@ -455,7 +495,36 @@ async def test_with_a_journal_parts_it_does_not_name_are_killed(tmp_path: Path) 
     await FakeFleet(cluster).create_shard("tiny:shard:0:999", 0, 999)
     async with controller(make_settings(tmp_path), cluster) as rig:
         await rig.ready()
-        assert cluster.killed == ["tiny:shard:0:999"]
+        await until(lambda: cluster.killed == ["tiny:shard:0:999"])
+
+
+@pytest.mark.asyncio
+async def test_a_head_that_is_away_at_the_start_costs_nothing_but_time(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+    await FakeFleet(cluster).create_shard("tiny:shard:0:999", 0, 999)
+    cluster.deaf_kills = 3
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        await until(lambda: cluster.killed == ["tiny:shard:0:999"])
+        await until(lambda: not rig.service.life.parts.problems)
+        assert rig.state.term == 2, "the same life all the time"
+
+
+@pytest.mark.asyncio
+async def test_a_part_that_cannot_be_ended_is_told_and_left(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+    await FakeFleet(cluster).create_shard("tiny:shard:0:999", 0, 999)
+    cluster.deaf_kills = 10_000
+    settings = make_settings(tmp_path)
+    brief = replace(settings, supervision=replace(settings.supervision, end_within_s=0.1))
+    async with controller(brief, cluster) as rig:
+        await until(lambda: any("by hand" in p for p in rig.service.describe()["problems"]))
+        assert 10_000 - cluster.deaf_kills <= 4, "pauses grow"
+        cluster.deaf_kills = 0
 
 
 @pytest.mark.asyncio
@@ -546,6 +615,39 @@ async def test_down_ends_every_part_and_the_next_start_is_a_new_one(tmp_path: Pa
         assert rig.state.term == 2
         assert rig.state.epoch > epoch
         assert not rig.state.paused
+
+
+@pytest.mark.asyncio
+async def test_down_between_two_lives_ends_the_service_for_good(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        shard = cluster.shard(0)
+        assert shard is not None
+        shard.slots.accept_term(7)  # the word of another controller: this life ends
+        await until(lambda: rig.service._life is None)
+        assert len(await rig.service.down()) == 4
+        await asyncio.sleep(1.2)  # longer than the pause before a next life
+        assert cluster.living() == []
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        assert not rig.service.life.beginning.going_on
+        assert not rig.state.paused
+
+
+@pytest.mark.asyncio
+async def test_down_before_the_first_life_closes_what_an_earlier_controller_left(
+    tmp_path: Path,
+) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+    service = ControllerService(make_settings(tmp_path), FakeFleet(cluster), serve_admin=False)
+    await service.down()
+    assert cluster.living() == []
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        assert not rig.service.life.beginning.going_on
 
 
 @pytest.mark.asyncio

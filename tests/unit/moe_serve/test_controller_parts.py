@@ -28,6 +28,7 @@ from moe_serve.controller.terms import claim_term
 from moe_serve.errors import ResourceExhausted, StartRefused
 from moe_serve.ports import NodeInfo
 from placement.config import RebalanceConfig
+from placement.engine.state import RankState, RankStatus
 from placement.load import LoadFolder
 from placement.messages.effects import Answer, Transition
 from placement.messages.events import AnyEvent, DrainAsked
@@ -213,11 +214,23 @@ async def test_a_drain_for_which_there_was_no_room_is_asked_for_again() -> None:
     parts = PartTable()
     parts.add(shard_part(name, port, await port.describe(), 0.0))
     asked: list[AnyEvent] = []
+    rank = RankState(
+        rank=0,
+        node="node0",
+        failure_domain="node0",
+        profile=PROFILE.name,
+        num_slots=4,
+        budget_bytes=4000,
+        status=RankStatus.LIVE,
+    )
 
     async def ask(make: Callable[[int], AnyEvent]) -> Answer:
-        asked.append(make(1))
+        event = make(1)
+        asked.append(event)
         if len(asked) == 1:
             raise ResourceExhausted("too many requests wait for an answer")
+        assert isinstance(event, DrainAsked)
+        rank.drained_by = (event.cause,)
         return Answer(request_id=1, code="ok", message="")
 
     watcher = Supervision(
@@ -229,6 +242,7 @@ async def test_a_drain_for_which_there_was_no_room_is_asked_for_again() -> None:
             num_layers=1, num_experts=4, num_ranks=1, window_s=1.0, sub_windows=1, start_s=0.0
         ),
         tasks=Tasks(),
+        ranks=lambda: [rank],
         ask=ask,
         forget=lambda _part: None,
         ensure=lambda _rank: None,

@@ -79,7 +79,7 @@ def world() -> FakeWorld:
 
 
 def test_numbers_of_the_port_and_of_the_rules_agree() -> None:
-    assert [int(c) for c in Cause] == [int(c) for c in calls.Cause]
+    assert Cause is calls.Cause
     assert (RowStatus.STALE, RowStatus.REFUSED) == (calls.Ended.STALE, calls.Ended.REFUSED)
 
 
@@ -154,6 +154,27 @@ async def test_only_attempt_zero_is_demand_and_acknowledged_reports_go(world: Fa
     assert again.counters["demand_pairs"] == 15
     assert again.counters["sent_pairs"] == 30 == again.counters["served_pairs"]
     assert again.counters["requests"] == 2
+    await core.stop()
+
+
+@pytest.mark.asyncio
+async def test_what_is_refused_before_it_is_split_is_no_demand(world: FakeWorld) -> None:
+    core = RouterCore(router_settings(world.spec), world.open_channel)
+    with pytest.raises(Unavailable, match="no routing table"):
+        await core.forward(a_request(), 5.0)
+    table = world.table()
+    nothing = msgspec.structs.replace(
+        table,
+        replica_ptr=np.zeros_like(table.replica_ptr),
+        replica_rank=table.replica_rank[:0],
+        replica_slot=table.replica_slot[:0],
+        replica_tag=table.replica_tag[:0],
+    )
+    core.install_table(nothing)
+    with pytest.raises(Unavailable, match="no ready replica"):
+        await core.forward(a_request(), 5.0)
+    assert core.report(0).reports == ()
+    assert core.report(0).counters["demand_pairs"] == 0
     await core.stop()
 
 

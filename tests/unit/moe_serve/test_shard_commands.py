@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_serve.errors import StaleTerm
+from moe_serve.errors import DeadlineExceeded, StaleTerm
 from moe_serve.ports import RowStatus
 from moe_serve.shard.assembly import Shard
 from moe_serve.shard.compute.numpy_backend import NumpyBackend
@@ -480,6 +480,57 @@ def test_slots_and_budget_change_together_or_not_at_all(make: Made) -> None:
     shard.execute(1, SetRankSlots(num_slots=9, budget_bytes=9 * PAGE, **WHERE))
     tag = add(shard, 8, 2, step_id=10)
     assert status(shard, tag, slot=8) == RowStatus.SERVED
+
+
+def test_a_proof_whose_row_hangs_ends_and_its_slot_stays_until_the_row_does(make: Made) -> None:
+    backend = MarkerBackend(marker_model().expert)
+    shard = make(backend=backend)
+    shard._commands._row_wait_s = shard._commands._pin_wait_s = 0.05
+    tag = shard.execute(1, reserve()).slot_tag  # type: ignore[union-attr]
+    shard.execute(1, copy(tag))
+    began, free = threading.Event(), threading.Event()
+
+    def hang(_pairs: int) -> None:
+        began.set()
+        free.wait(10)
+
+    backend.on_forward = hang
+    with pytest.raises(DeadlineExceeded, match="probe row"):
+        shard.execute(1, verify(tag))
+    assert began.is_set()
+    again = shard.execute(1, verify(tag))
+    assert isinstance(again, StepFailed)
+    assert again.code == "timeout"
+    held = shard.execute(1, abort(tag))
+    assert isinstance(held, StepFailed)
+    assert shard.report(-1).resident_bytes + shard.report(-1).reserved_bytes == PAGE
+    free.set()
+    end_s = time.monotonic() + 5
+    while not isinstance(shard.execute(1, abort(tag)), AddAborted):
+        assert time.monotonic() < end_s
+    assert shard.report(-1).resident_bytes + shard.report(-1).reserved_bytes == 0
+
+
+def test_a_proof_whose_row_never_begins_takes_it_back(make: Made) -> None:
+    backend = MarkerBackend(marker_model().expert)
+    shard = make(backend=backend)
+    shard._commands._row_wait_s = shard._commands._pin_wait_s = 0.05
+    tag = shard.execute(1, reserve()).slot_tag  # type: ignore[union-attr]
+    shard.execute(1, copy(tag))
+    began, free = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        began.set()
+        free.wait(10)
+
+    shard.core.on_compute_thread(hang)
+    assert_set(began)
+    with pytest.raises(DeadlineExceeded):
+        shard.execute(1, verify(tag))
+    assert isinstance(shard.execute(1, abort(tag)), AddAborted), "nobody will read the slot"
+    free.set()
+    assert shard.core.probe().result(5) >= 0.0
+    assert backend.forwards == [0], "only the probe's"
 
 
 def test_the_probe_row_catches_a_backend_that_computes_something_else(make: Made) -> None:

@@ -4,6 +4,7 @@ sockets."""
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from moe_serve.errors import (
 from moe_serve.ports import Cause, RowStatus, SubCall, SubReply
 from moe_serve.shard.assembly import Shard
 from moe_serve.shard.core import COMPUTE_FAILURES_MAX
+from moe_serve.shard.task_queue import TASKS_MAX
 from moe_serve.shard.work_queue import QueueLimits
 from placement.routing import RoutingTable
 from tests.fakes.marker_experts import MarkerBackend, add, marker_model, marker_shard, release
@@ -332,6 +334,87 @@ def test_a_batch_that_does_not_fit_is_computed_one_by_one(rig: Rig) -> None:
     assert [len(answer.get().partial) for answer in answers[:2]] == [1, 2]
     assert isinstance(answers[2].get(), ResourceExhausted)
     assert not rig.core.broken
+
+
+class ScarceOnce(np.ndarray):
+    """An array whose first copy finds no memory."""
+
+    copied = False
+
+    def copy(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.copied:
+            self.copied = True
+            raise MemoryError
+        return np.asarray(self).copy(*args, **kwargs)
+
+
+def test_a_batch_that_is_computed_again_is_counted_once(rig: Rig) -> None:
+    """Memory was short for what is written down of the batch, after it was computed."""
+    rig.block()
+    rig.submit(rig.call(1, [0], call_id=1))
+    assert rig.began.wait(5)
+    calls = [rig.call(2, [0, 1], call_id=2), rig.call(3, [0], call_id=3)]
+    calls[1] = replace(calls[1], pair_k=calls[1].pair_k.view(ScarceOnce))
+    answers = [rig.submit(call) for call in calls]
+    rig.free.set()
+    assert [len(answer.get().partial) for answer in answers] == [2, 3]
+    assert rig.core.counters()["memory_errors"] == 1
+    assert rig.backend.forwards == [1, 7, 4, 3], "together, then one by one"
+    assert rig.core.hotness.total_pairs == 1 + 4 + 3
+    entries = rig.shard.take_ledger()
+    assert sorted((e.call_id, len(e.pair_k)) for e in entries) == [(1, 1), (2, 4), (3, 3)]
+    assert rig.core.counters()["rows_served"] == 1 + 2 + 3
+    assert rig.core.counters()["batches"] == 3
+
+
+class Died(BaseException):
+    """Ends a thread."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("by", ["batch", "task"])
+def test_what_waits_for_a_compute_thread_that_dies_is_answered(rig: Rig, by: str) -> None:
+    def die(_pairs: int) -> None:
+        rig.began.set()
+        rig.free.wait(10)
+        raise Died
+
+    rig.backend.on_forward = die
+    if by == "batch":
+        first = rig.submit(rig.call(1, [0], call_id=1))
+    else:
+        probed = rig.core.probe()
+    assert rig.began.wait(5)
+    queued = rig.submit(rig.call(1, [0], call_id=2))
+    row = rig.core.compute_row(0, np.ones(HIDDEN, np.float32))
+    probe = rig.core.probe()
+    rig.free.set()
+    for future in (row, probe):
+        with pytest.raises(Unavailable):
+            future.result(5)
+    assert queued.get().row_status.tolist() == [RowStatus.REFUSED]
+    if by == "batch":
+        assert isinstance(first.get(), Unavailable)
+    else:
+        with pytest.raises(Died):
+            probed.result(5)
+    assert rig.core.broken
+    assert not rig.core.busy
+
+
+def test_tasks_that_wait_for_the_compute_thread_are_bounded_and_may_be_taken_back(
+    rig: Rig,
+) -> None:
+    rig.block()
+    rig.submit(rig.call(1, [0], call_id=1))
+    assert rig.began.wait(5)
+    waiting = [rig.core.probe() for _ in range(TASKS_MAX)]
+    with pytest.raises(ResourceExhausted, match=str(TASKS_MAX)):
+        rig.core.probe().result(5)
+    assert waiting[0].cancel()
+    rig.free.set()
+    assert all(probe.result(5) >= 0.0 for probe in waiting[1:])
+    assert rig.core.probe().result(5) >= 0.0
 
 
 def test_failing_batches_are_answered_and_several_in_a_row_break_the_shard(rig: Rig) -> None:

@@ -37,8 +37,6 @@ from moe_serve.wire.wire_messages import (
     CopyRead,
     ErrorReply,
     FetchTable,
-    Probe,
-    Probed,
     Table,
 )
 from placement.layout import ExpertLayout, SlotId
@@ -89,8 +87,6 @@ MESSAGES = [
     FetchTable(4),
     Table(4, table()),
     Table(4, None),
-    Probe(1, 0.5),
-    Probed(1, 0.25),
     CopyOpen(1, 2, 3, 4, 5, 6, 7.5),
     CopyOpened(1, 9, 1 << 33),
     CopyRead(1, 9, 1 << 32, CHUNK_BYTES_MAX),

@@ -172,6 +172,51 @@ def test_a_drained_rank_that_dies_is_not_replaced():
     assert "ReplaceRank" not in {type(c).__name__ for c in effects.commands}
 
 
+def test_each_cause_of_a_drain_ends_by_itself():
+    driver = two_ranks(slots=6, num_ranks=3)
+    rank = driver.engine.state.ranks[1]
+    assert ask(driver, ev.DrainAsked, rank=1).code == "ok"
+    assert ask(driver, ev.DrainAsked, rank=1, cause=ev.DrainCause.NODE).code == "ok"
+    ended = ask(driver, ev.UndrainAsked, rank=1, cause=ev.DrainCause.NODE)
+    assert (ended.code, rank.drained_by) == ("ok", (ev.DrainCause.OPERATOR,))
+    assert "an operator" in ended.message
+    driver.close_window(HOT)
+    assert driver.keys()[1] == []
+    assert ask(driver, ev.UndrainAsked, rank=1, cause=ev.DrainCause.NODE).code == "refused"
+    assert ask(driver, ev.UndrainAsked, rank=1).code == "ok"
+    assert not rank.draining
+
+
+def test_an_operator_cannot_end_the_drain_of_a_node():
+    driver = two_ranks(slots=6, num_ranks=3)
+    ask(driver, ev.DrainAsked, rank=1, cause=ev.DrainCause.NODE)
+    answer = ask(driver, ev.UndrainAsked, rank=1)
+    assert answer.code == "refused"
+    assert "node" in answer.message
+    assert driver.engine.state.ranks[1].draining
+
+
+def test_a_second_cause_does_not_cancel_the_plan_that_empties_the_rank():
+    driver = two_ranks(slots=6, num_ranks=3)
+    driver.hold.add(CopyExpert)
+    ask(driver, ev.DrainAsked, rank=1)
+    run = driver.engine.state.run
+    assert run is not None
+    ask(driver, ev.DrainAsked, rank=1, cause=ev.DrainCause.NODE)
+    ask(driver, ev.DrainAsked, rank=1)
+    assert driver.engine.state.run.state == "running"
+    driver.let_go()
+    assert driver.keys()[1] == []
+
+
+def test_a_rank_that_is_lost_with_its_draining_node_is_replaced():
+    driver = two_ranks(slots=6, num_ranks=3)
+    ask(driver, ev.DrainAsked, rank=2, cause=ev.DrainCause.NODE)
+    effects = driver.lose(2)
+    assert "ReplaceRank" in {type(c).__name__ for c in effects.commands}
+    assert not driver.engine.state.ranks[2].draining
+
+
 # -- plans to look at and to apply ---------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from placement.roles.router_records import (
     PlanJob,
     RouterRules,
 )
+from placement.roles.shard import ShardSlots
 from placement.routing import RankAddress, RoutingTable
 
 E = 4
@@ -98,7 +99,7 @@ def serve(
 # ------------------------------------------------------------------------------- tables
 
 
-def test_only_newer_tables_are_used_and_an_epoch_never_goes_down() -> None:
+def test_only_newer_tables_are_used_and_an_epoch_goes_down_only_with_a_new_term() -> None:
     role = a_role()
     hosts = [[0]] * E
     assert (role.table, role.applied_epoch, role.quiesced_epoch) == (None, 0, 0)
@@ -106,14 +107,39 @@ def test_only_newer_tables_are_used_and_an_epoch_never_goes_down() -> None:
     assert role.accept(a_table(hosts, epoch=5, term=2)) is Acceptance.KNOWN
     assert role.accept(a_table(hosts, epoch=4, term=2)) is Acceptance.KNOWN
     assert role.accept(a_table(hosts, epoch=9, term=1)) is Acceptance.STALE_TERM
-    assert role.accept(a_table(hosts, epoch=4, term=3)) is Acceptance.KNOWN
+    assert role.accept(a_table(hosts, epoch=4, term=3)) is Acceptance.APPLIED
     assert role.accept(a_table(hosts, epoch=6, term=2)) is Acceptance.STALE_TERM
     assert role.accept(a_table(hosts * 2, epoch=7, term=3, layers=2)) is Acceptance.MISFIT
-    assert role.applied_epoch == 5
+    assert role.applied_epoch == 4
     assert role.highest_term == 3
     assert role.behind(3, 6)
-    assert not role.behind(3, 5)
+    assert role.behind(4, 1)
+    assert not role.behind(3, 4)
+    assert not role.behind(4, -1), "a shard without a table has nothing to give"
     assert not role.behind(2, 9)
+
+
+def test_shard_and_router_agree_on_which_table_is_newer() -> None:
+    hosts = [[0]] * E
+    shard = ShardSlots(rank=0, incarnation=1, num_slots=1, slot_bytes=1, weights_version="v1")
+    role = a_role()
+    for term, epoch in ((2, 5), (2, 4), (3, 4), (3, 3), (3, 9), (4, 1)):
+        table = a_table(hosts, epoch=epoch, term=term)
+        shard.install_table(table)
+        role.accept(table)
+        assert shard.table is not None
+        assert role.table is not None
+        assert role.table.order == shard.table.order
+        assert not role.behind(*shard.table.order)
+
+
+def test_nothing_of_a_new_term_is_quiesced_while_work_of_an_earlier_one_is_in_flight() -> None:
+    role = a_role(a_table([[0]] * E, epoch=9))
+    (sent,) = begin(role, [[0]])
+    role.accept(a_table([[0]] * E, epoch=4, term=2))
+    assert (role.applied_epoch, role.quiesced_epoch) == (4, 0)
+    role.lost(sent.sub_id, fault=False, at_s=0.1)
+    assert role.quiesced_epoch == 4
 
 
 def test_quiesced_is_the_oldest_epoch_in_flight_late_sub_calls_included() -> None:
