@@ -148,10 +148,6 @@ class ExpertLayout:
         """Indices of the rank's empty slots, ascending."""
         return tuple(int(i) for i in np.nonzero(self.slots[rank] == EMPTY)[0])
 
-    def num_slots(self, rank: int) -> int:
-        """Slots the rank has (filled or empty)."""
-        return int((self.slots[rank] != ABSENT).sum())
-
     def layer_slots(self, layer: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(expert, rank) of every filled slot of a layer, in order of (rank, index): two int64
         [replicas]."""
@@ -188,12 +184,6 @@ class ExpertLayout:
                 ]
             )
         return np.stack(columns)
-
-    def with_slot(self, slot: SlotId, key: int) -> ExpertLayout:
-        """The same layout with one slot's content replaced."""
-        slots = self.slots.copy()
-        slots[slot.rank, slot.index] = key
-        return ExpertLayout(slots, self.num_layers, self.num_experts)
 
     def with_slots(self, changes: Iterable[tuple[SlotId, int]]) -> ExpertLayout:
         """The same layout with several slots replaced, in order."""

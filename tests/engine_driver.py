@@ -6,14 +6,15 @@ Ranks are real `ShardSlots`; time moves only when a test says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
 from placement.config import RebalanceConfig
-from placement.engine import RebalanceEngine, compute_target
+from placement.engine import EngineSnapshot, RebalanceEngine, compute_target
 from placement.messages import events as ev
+from placement.messages.codec import decode_as, encode
 from placement.messages.effects import (
     AbortAdd,
     Answer,
@@ -24,6 +25,7 @@ from placement.messages.effects import (
     ReleaseSlot,
     ReserveSlot,
     SetRankSlots,
+    Transition,
     VerifyExpert,
     WakeAt,
 )
@@ -258,4 +260,38 @@ def two_ranks(
     return EngineDriver(spec or make_spec(), topology, config, routers=["r0"])
 
 
-__all__ = ["AddState", "EngineDriver", "RemoveState", "WakeAt", "two_ranks"]
+def restart(
+    driver: EngineDriver,
+    snapshot: EngineSnapshot,
+    journal: Iterable[Transition],
+    *,
+    first: Sequence[int] = (),
+    silent: Sequence[int] = (),
+) -> int:
+    """Put a restored engine in the driver's; ranks answer in the order `first`, `silent` ones not
+    at all. Number of tables before."""
+    snapshot = decode_as(encode(snapshot), EngineSnapshot)
+    epoch = max([driver.engine.state.epoch, *(t.epoch for t in driver.tables)])
+    driver.engine = RebalanceEngine.restore(
+        snapshot,
+        journal,
+        term=driver.engine.state.term + 1,
+        first_epoch=epoch + 1,
+        start_s=driver.now_s,
+    )
+    driver.hold.clear()
+    driver.held.clear()
+    before = len(driver.tables)
+    for router in driver.routers:
+        driver.feed(ev.RouterJoined(at_s=0.0, router=router, incarnation=1))
+    order = [*first, *(r for r in sorted(driver.shards) if r not in first)]
+    for rank in order:
+        if rank in silent:
+            continue
+        assert len(driver.tables) == before, "a table was published before every rank had spoken"
+        driver.shards[rank].accept_term(driver.engine.state.term)
+        driver.join(rank, shard=driver.shards[rank])
+    return before
+
+
+__all__ = ["AddState", "EngineDriver", "RemoveState", "WakeAt", "restart", "two_ranks"]

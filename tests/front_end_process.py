@@ -7,6 +7,7 @@ Tests run it on another side of the network, or only in another process, than th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from moe_serve.rpc import dispatch_pb2, dispatch_pb2_grpc
 from moe_serve.rpc.auth import Role, TokenFile
 from tests.marker_checkpoint import marker_oracle, marker_rows
 from tests.traffic import draw, error_of
+
+CONNECT_WAIT_MS = 15_000
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32]
@@ -84,32 +87,42 @@ def forward(
         }
 
 
-def dispatch_stranger(address: str, tls_ca: str | None, token: str) -> str:
-    """Status of GetModelSpec asked with this token, "" without; in plain text where no authority
-    is given."""
+def dispatch_strangers(
+    addresses: Sequence[str], tls_ca: str, tokens: Sequence[str]
+) -> dict[str, list[str]]:
+    """Statuses of GetModelSpec by router: with each token ("" is none), then with the first one in
+    plain text."""
+    roots = grpc.ssl_channel_credentials(Path(tls_ca).read_bytes())
     options = [("grpc.enable_http_proxy", 0)]
-    if tls_ca is None:
-        channel = grpc.insecure_channel(address, options=options)
-    else:
-        roots = grpc.ssl_channel_credentials(Path(tls_ca).read_bytes())
-        channel = grpc.secure_channel(address, roots, options=options)
+    found = {}
+    for address in addresses:
+        with grpc.secure_channel(address, roots, options=options) as channel:
+            found[address] = [_model_spec_status(channel, token) for token in tokens]
+        with grpc.insecure_channel(address, options=options) as channel:
+            found[address].append(_model_spec_status(channel, tokens[0]))
+    return found
+
+
+def _model_spec_status(channel: grpc.Channel, token: str) -> str:
     metadata = [("authorization", f"Bearer {token}")] if token else []
-    with channel:
-        stub = dispatch_pb2_grpc.DispatchServiceStub(channel)
-        try:
-            stub.GetModelSpec(dispatch_pb2.GetModelSpecRequest(), timeout=20, metadata=metadata)
-        except grpc.RpcError as error:
-            name: str = error.code().name
-            return name
+    stub = dispatch_pb2_grpc.DispatchServiceStub(channel)
+    try:
+        stub.GetModelSpec(dispatch_pb2.GetModelSpecRequest(), timeout=20, metadata=metadata)
+    except grpc.RpcError as error:
+        name: str = error.code().name
+        return name
     return "OK"
 
 
-def admin_stranger(address: str, tls_ca: str, token: str) -> dict[str, str]:
-    """Code of a reading and of a changing call to the controller with this token."""
-    target = AdminTarget(address, token, Path(tls_ca))
+def admin_strangers(address: str, tls_ca: str, tokens: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Codes of a reading and of a changing call to the controller, by token."""
+    targets = {token: AdminTarget(address, token, Path(tls_ca)) for token in tokens}
     return {
-        "placement": _code(lambda admin: admin.placement(), target),
-        "drain": _code(lambda admin: admin.drain(0), target),
+        token: {
+            "placement": _code(lambda admin: admin.placement(), target),
+            "drain": _code(lambda admin: admin.drain(0), target),
+        }
+        for token, target in targets.items()
     }
 
 
@@ -124,35 +137,45 @@ def _code(call: Callable[[GrpcAdmin], object], target: AdminTarget) -> str:
     return "OK"
 
 
-def bare_socket(address: str, wait_s: float) -> dict[str, Any]:
-    """What a ZeroMQ socket without keys gets from a shard: handshakes done, messages received."""
+def bare_sockets(addresses: Sequence[str], wait_s: float) -> list[dict[str, Any]]:
+    """What a ZeroMQ socket without keys gets from each shard: handshakes done, messages
+    received."""
     context = zmq.Context()
     try:
-        socket = context.socket(zmq.DEALER)
-        socket.linger = 0
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECTED)
-        socket.connect(f"tcp://{address}")
-        for frames in ([b"\0" * 64, b"", b""], [b"hello"]):
-            socket.send_multipart(frames)
-        answers = int(socket.poll(round(wait_s * 1000)) != 0)
-        events = []
-        while monitor.poll(0):
-            (event, _) = monitor.recv_multipart()
-            events.append(int.from_bytes(event[:2], "little"))
-        return {
-            "connected": zmq.EVENT_CONNECTED in events,
-            "handshakes": events.count(zmq.EVENT_HANDSHAKE_SUCCEEDED),
-            "answers": answers,
-        }
+        return [_bare_socket(context, address, wait_s) for address in addresses]
     finally:
         context.destroy(linger=0)
 
 
+def _bare_socket(context: zmq.Context[Any], address: str, wait_s: float) -> dict[str, Any]:
+    socket = context.socket(zmq.DEALER)
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECTED)
+    socket.connect(f"tcp://{address}")
+    for frames in ([b"\0" * 64, b"", b""], [b"hello"]):
+        with contextlib.suppress(zmq.Again):  # turned away already: there is no way to send
+            socket.send_multipart(frames, zmq.NOBLOCK)
+    events: list[int] = []
+    if monitor.poll(CONNECT_WAIT_MS):
+        events.append(_event(monitor))
+    answers = int(socket.poll(round(wait_s * 1000)) != 0)
+    while monitor.poll(0):
+        events.append(_event(monitor))
+    return {
+        "connected": zmq.EVENT_CONNECTED in events,
+        "handshakes": events.count(zmq.EVENT_HANDSHAKE_SUCCEEDED),
+        "answers": answers,
+    }
+
+
+def _event(monitor: zmq.Socket[Any]) -> int:
+    return int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+
+
 WHAT: dict[str, Callable[..., Any]] = {
     "forward": forward,
-    "dispatch_stranger": dispatch_stranger,
-    "admin_stranger": admin_stranger,
-    "bare_socket": bare_socket,
+    "dispatch_strangers": dispatch_strangers,
+    "admin_strangers": admin_strangers,
+    "bare_sockets": bare_sockets,
 }
 
 if __name__ == "__main__":

@@ -66,7 +66,6 @@ def create_controller(plan: PartsPlan, fail_point: str | None = None) -> Any:
     """The controller's actor: detached, restarted by Ray for ever, preferring this node (it owns
     the journal)."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
     kind: Any = ray.remote(ControllerActor)
@@ -76,7 +75,9 @@ def create_controller(plan: PartsPlan, fail_point: str | None = None) -> Any:
         lifetime="detached",
         max_restarts=-1,
         num_cpus=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+        # Not Ray's soft node affinity: it is not looked at where an actor sets no CPU aside.
+        label_selector={"ray.io/node-id": here},
+        fallback_strategy=[{"label_selector": {}}],
         runtime_env={"env_vars": {**SHARD_ENV_VARS, "CUDA_VISIBLE_DEVICES": ""}},
     ).remote(controller_settings(plan, fail_point), RayFleet(plan))
 

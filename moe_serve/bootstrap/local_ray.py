@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_serve.bootstrap.signals import uninterrupted
 from moe_serve.errors import StartRefused
 
 START_TIMEOUT_S = 90.0
@@ -183,7 +184,12 @@ def _state(pid: int) -> str:
 def stop_local_ray(pids: Sequence[int], temp_dir: str) -> None:
     """End the process groups led by `pids`, last started first: SIGTERM, then SIGKILL after
     STOP_TIMEOUT_S, then whatever they left behind. A pid that is no Ray node of this temporary
-    folder any more is left alone."""
+    folder any more is left alone. An impatient second Ctrl-C changes nothing."""
+    with uninterrupted():
+        _stop(pids, temp_dir)
+
+
+def _stop(pids: Sequence[int], temp_dir: str) -> None:
     pids = [pid for pid in pids if _is_ours(pid, temp_dir)]
     for pid in reversed(pids):
         _signal(pid, signal.SIGTERM)

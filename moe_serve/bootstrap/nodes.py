@@ -67,7 +67,7 @@ def choose_node(
     fitting = [
         node
         for node in nodes
-        if node.node_id not in draining
+        if True
         and all(node.labels.get(key) == value for key, value in labels.items())
     ]
     if not fitting:

@@ -149,9 +149,17 @@ def preflight(
         try:
             facts = ray.get(reference, timeout=timeout_s)
         except (RayError, TimeoutError) as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            facts = NodeFacts(
-                node.node, node.ip, {}, "", 0, 0, f"cannot run moe_serve: {lines[-1].strip()}"
-            )
+            facts = NodeFacts(node.node, node.ip, {}, "", 0, 0, _why_silent(error, timeout_s))
         found.append(check(facts, here, need[node.node_id]))
     return sorted(found, key=lambda item: item.facts.node)
+
+
+def _why_silent(error: Exception, timeout_s: float) -> str:
+    from ray.exceptions import GetTimeoutError, NodeDiedError, TaskUnschedulableError
+
+    if isinstance(error, NodeDiedError | TaskUnschedulableError):
+        return "has left the cluster meanwhile; start Ray on it again, or try again without it"
+    if isinstance(error, GetTimeoutError | TimeoutError):
+        return f"does not answer within {timeout_s:g} s; is the machine alive?"
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"cannot run moe_serve: {lines[-1].strip()}"

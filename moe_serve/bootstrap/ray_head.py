@@ -15,6 +15,8 @@ import grpc
 
 from moe_serve.errors import StartRefused
 
+Metadata = tuple[tuple[str, str], ...]
+
 ANSWER_TIMEOUT_S = 10.0
 """A head answers in milliseconds, on a very busy machine in seconds."""
 
@@ -50,18 +52,26 @@ def find_head(address: str) -> RayHead:
         raise StartRefused(f"no Ray cluster found for address {address!r}; give host:port")
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return RayHead(found, None)  # only Ray's own client has the certificates
-    if not _admitted(found, ()):
-        if not _admitted(found, shown):
-            what = "another one" if shown else "none"
-            raise StartRefused(
-                f"Ray at {found} asks for a token and this shell has {what}; set RAY_AUTH_MODE="
-                "token and RAY_AUTH_TOKEN_PATH to the file with the cluster's token"
-            )
-        return RayHead(found, True)
-    return RayHead(found, False)
+    return ask_head(found, shown)
 
 
-def _admitted(address: str, metadata: tuple[tuple[str, str], ...]) -> bool:
+def ask_head(address: str, shown: Metadata) -> RayHead:
+    """The head at host:port, asked without a token and, where it wants one, with `shown`.
+
+    Raises StartRefused where it is not there or refuses `shown`.
+    """
+    if _admitted(address, ()):
+        return RayHead(address, False)
+    if _admitted(address, shown):
+        return RayHead(address, True)
+    what = "another one" if shown else "none"
+    raise StartRefused(
+        f"Ray at {address} asks for a token and this shell has {what}; set RAY_AUTH_MODE=token "
+        "and RAY_AUTH_TOKEN_PATH to the file with the cluster's token"
+    )
+
+
+def _admitted(address: str, metadata: Metadata) -> bool:
     """Whether the head answers with this metadata. Raises StartRefused where it is not there."""
     from moe_serve import ray_private
 

@@ -5,17 +5,20 @@ Written by `up`, removed by `down`. Holds addresses and process ids, never a sec
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from moe_serve.errors import NotFound
+from moe_serve.errors import NotFound, StartRefused
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Where a running service is. `ray_pids` are the Ray nodes `up` started itself (and `down`
-    ends), else empty."""
+    ends), else empty. `state_dir`: as the service file says, empty for the default."""
 
     service: str
     ray_address: str
@@ -27,6 +30,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     network: str
     ray_pids: tuple[int, ...] = ()
     ray_temp_dir: str = ""
+    state_dir: str = ""
     token_file: str = ""
     tls_ca_file: str = ""
 
@@ -39,10 +43,51 @@ def state_home() -> Path:
 
 def service_dir(service: str, state_dir: Path | None = None) -> Path:
     """Folder of one service's journal, manifest cache, keys and record; made on demand, mode
-    0700."""
-    folder = state_dir if state_dir is not None else state_home() / service
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    0700. Raises StartRefused where it cannot be made."""
+    return _made(state_dir if state_dir is not None else state_home() / service)
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartRefused(
+            f"folder {folder} cannot be made: {error.strerror}; choose another with `state_dir:` "
+            "or XDG_STATE_HOME"
+        ) from error
     return folder
+
+
+@contextlib.contextmanager
+def claimed(service: str) -> Iterator[None]:
+    """Be the one program on this machine, for this user, that brings the service up. The claim ends
+    with the program, however it ends.
+
+    Raises StartRefused where another is at it: two controllers would write one journal.
+    """
+    file = _made(state_home()) / f"{service}.up.lock"
+    with _writable(file) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StartRefused(
+                f"another `moe-serve up` is starting service {service!r}; wait until it has ended"
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
+def _writable(file: Path) -> Iterator[int]:
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StartRefused(
+            f"{file} cannot be written: {error.strerror}; choose another folder with XDG_STATE_HOME"
+        ) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _record_file(service: str) -> Path:
@@ -50,12 +95,19 @@ def _record_file(service: str) -> Path:
 
 
 def write_record(record: ServiceRecord) -> None:
-    """Write the record so that a reader sees the old one or the new one, never half of it."""
+    """Write the record so that a reader sees the old one or the new one, never half of it. Raises
+    StartRefused where it cannot be written."""
     file = _record_file(record.service)
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fresh = file.with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2))
-    fresh.replace(file)
+    fresh = _made(file.parent) / f"{file.stem}.{os.getpid()}.tmp"
+    try:
+        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2))
+        fresh.replace(file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise StartRefused(
+            f"the service record {file} cannot be written: {error.strerror}"
+        ) from error
 
 
 def read_record(service: str = "") -> ServiceRecord:

@@ -33,11 +33,13 @@ from moe_serve.bootstrap.ray_auth import check_open_head, check_ray_auth, join_a
 from moe_serve.bootstrap.ray_head import RayHead, find_head
 from moe_serve.bootstrap.record import (
     ServiceRecord,
+    claimed,
     read_record,
     remove_record,
     service_dir,
     write_record,
 )
+from moe_serve.bootstrap.signals import handlers_kept
 from moe_serve.bootstrap.size import size_report
 from moe_serve.config import ServiceConfig
 from moe_serve.errors import NotFound, StartRefused
@@ -90,6 +92,19 @@ def up(
     Raises:
         StartRefused: one line with the reason; nothing is left running.
     """
+    with claimed(config.service):
+        return _up(config, config_file, address, ship, wait_s, progress, on_checks)
+
+
+def _up(
+    config: ServiceConfig,
+    config_file: str,
+    address: str,
+    ship: bool,
+    wait_s: float,
+    progress: Progress,
+    on_checks: Callable[[list[NodeCheck]], None],
+) -> ServiceRecord:
     check_not_running(config.service)
     checked_model(config)  # what the file alone can say is said before anything starts
     local: LocalRay | None = None
@@ -99,21 +114,36 @@ def up(
         ensure_auth(service_dir(config.service, config.state_dir))
     if warning := check_ray_auth(config, os.environ, Path.home()):
         progress(warning)
-    if not address:
-        progress("starting a local Ray cluster")
-        local = start_local_ray(Path(tempfile.mkdtemp(prefix="moe-")))
+    folder = "" if address else tempfile.mkdtemp(prefix="moe-")
     try:
+        if folder:
+            progress("starting a local Ray cluster")
+            local = start_local_ray(Path(folder))
         with command_connected(local.address if local else address, ship=ship) as head:
             if head.asks_for_token is False and not warning:
                 progress(check_open_head(config, head.address))
             found = deploy(config, wait_s=wait_s, progress=progress, on_checks=on_checks)
+            record = _record(config, config_file, address, local, found)
+            try:
+                write_record(record)
+            except BaseException:  # what no command could find again must not stay
+                undeploy(config.service)
+                raise
     except BaseException as error:
         if local is not None:
             stop_local_ray(local.pids, local.temp_dir)
-            if isinstance(error, StartRefused):  # the reason is in it; else the logs are evidence
-                shutil.rmtree(local.temp_dir, ignore_errors=True)
+        asked_for = isinstance(error, KeyboardInterrupt | SystemExit)
+        refused = local is not None and isinstance(error, StartRefused)
+        if folder and (asked_for or refused):  # else the logs are evidence
+            shutil.rmtree(folder, ignore_errors=True)
         raise
-    record = ServiceRecord(
+    return record
+
+
+def _record(
+    config: ServiceConfig, config_file: str, address: str, local: LocalRay | None, found: Deployed
+) -> ServiceRecord:
+    return ServiceRecord(
         service=config.service,
         ray_address=address or (local.address if local else ""),
         namespace="moe_serve",
@@ -124,11 +154,10 @@ def up(
         network=config.network,
         ray_pids=local.pids if local else (),
         ray_temp_dir=local.temp_dir if local else "",
+        state_dir=str(config.state_dir or ""),
         token_file=str(config.security.token_file or ""),
         tls_ca_file=str(config.security.tls_ca_file or ""),
     )
-    write_record(record)
-    return record
 
 
 def down(service: str = "", *, progress: Progress = lambda line: None) -> ServiceRecord:
@@ -138,7 +167,9 @@ def down(service: str = "", *, progress: Progress = lambda line: None) -> Servic
     """
     record = read_record(service)
     if record.ray_pids:
-        ensure_auth(service_dir(record.service))
+        ensure_auth(
+            service_dir(record.service, Path(record.state_dir) if record.state_dir else None)
+        )
     else:
         join_auth(os.environ, Path.home())
     try:
@@ -200,13 +231,14 @@ def connected(address: str, *, ship: bool = False) -> Iterator[RayHead]:
     head = find_head(address)
     modules = [str(folder) for folder in package_folders()] if ship else []
     try:
-        ray.init(
-            address=head.address,
-            namespace="moe_serve",
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            runtime_env={"py_modules": modules} if modules else None,
-        )
+        with handlers_kept():
+            ray.init(
+                address=head.address,
+                namespace="moe_serve",
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                runtime_env={"py_modules": modules} if modules else None,
+            )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise StartRefused(f"cannot join Ray at {address}: {lines[0]}") from error

@@ -179,11 +179,13 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         async def apply() -> pb.ApplyPlanResponse:
             _check_text("plan_id", request.plan_id, needed=True)
             if request.validate_only:
-                answer = self._would_apply(request.plan_id)
-            else:
-                answer = await self._ask(
-                    lambda n: ApplyAsked(at_s=0.0, request_id=n, plan_id=request.plan_id)
+                self._check_apply(request.plan_id)
+                return pb.ApplyPlanResponse(
+                    message=f"plan {request.plan_id} can be applied; nothing is started"
                 )
+            answer = await self._ask(
+                lambda n: ApplyAsked(at_s=0.0, request_id=n, plan_id=request.plan_id)
+            )
             return pb.ApplyPlanResponse(message=answer.message)
 
         return await _guard(context, apply)
@@ -298,14 +300,13 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         _raise_for(answer)
         return answer
 
-    def _would_apply(self, plan_id: str) -> Answer:
-        """What the engine would answer, found out on a copy of it."""
+    def _check_apply(self, plan_id: str) -> None:
+        """Raises what the engine would answer, found out on a copy of it."""
         live = self._source.life.driver.engine
         twin = RebalanceEngine.replayed(live.snapshot())
         effects = twin.step(ApplyAsked(at_s=live.state.now_s, request_id=-1, plan_id=plan_id))
         answer = next(c for c in effects.commands if isinstance(c, Answer) and c.request_id == -1)
         _raise_for(answer)
-        return answer
 
     def _check_rank(self, rank: int) -> None:
         count = len(self._source.settings.ranks)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from moe_serve.controller.clock import wall_s
 from placement.engine import EngineState
+from placement.engine.runs import QUIET_CAUSES
 from placement.load import LoadWindow
 from placement.messages.effects import Transition
 from placement.messages.records import DecisionRecord
@@ -77,10 +78,14 @@ class Book:
         return self._since.get(step_id)
 
     def recall_run(self, state: EngineState) -> None:
-        """After a restart: the moves of the plan that was running are shown again."""
+        """After a restart: the moves of the plan that was running are shown again.
+
+        Not those of a quiet plan: no record would ever end them.
+        """
         run = state.run
-        for move in () if run is None else run.plan.moves:
-            assert run is not None
+        if run is None or run.cause in QUIET_CAUSES:
+            return
+        for move in run.plan.moves:
             self._keep(
                 KeptMove(
                     move_id=move.move_id,

@@ -20,6 +20,9 @@ STATE_FILE = "state.db"
 INPUTS_FILE = "inputs.db"
 STARTS_KEPT = 16
 _FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
+_CLOSED_CODES = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY})
+"""What says nothing about the bytes of the file: no file there and none can be made, or another
+process holds it."""
 
 _STATE_SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -47,14 +50,19 @@ class JournalDamaged(StartRefused):
 
 def raise_full(error: sqlite3.Error) -> None:
     """Raise JournalFull where the error means that the disk takes no more; return otherwise."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code in _FULL_CODES:
-        raise JournalFull(f"the journal cannot be written: {error}; free space there") from error
+    if _code(error) in _FULL_CODES:
+        raise JournalFull(
+            f"the journal cannot be written: {error}; free space there, or make it writable"
+        ) from error
+
+
+def _code(error: sqlite3.Error) -> int:
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 class StateStore:
-    """`state.db`. Raises JournalDamaged where it is not whole; a bad last row is dropped and
-    counts as torn."""
+    """`state.db`. Raises JournalDamaged where it is not whole, StartRefused where it cannot be
+    opened; a bad last row is dropped and counts as torn."""
 
     def __init__(self, folder: Path, service_id: str, bytes_max: int = 0) -> None:
         self._path = folder / STATE_FILE
@@ -70,6 +78,11 @@ class StateStore:
             self.rows = self._read()
         except sqlite3.DatabaseError as error:
             raise_full(error)
+            if _code(error) in _CLOSED_CODES:
+                raise StartRefused(
+                    f"journal {self._path} cannot be opened: {error}; state_dir must be a folder "
+                    "that the controller may write, and no other program may hold its files"
+                ) from error
             raise self._damaged(str(error)) from error
 
     def meta(self) -> dict[str, str]:

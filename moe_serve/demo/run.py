@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from moe_serve.bootstrap.local_ray import ensure_auth, start_local_ray, stop_loc
 from moe_serve.bootstrap.parts import checkpoint_folder, moe_spec
 from moe_serve.bootstrap.record import service_dir
 from moe_serve.bootstrap.service import Deployed, command_connected, deploy, undeploy
+from moe_serve.bootstrap.signals import end_as_interrupted
 from moe_serve.config import ServiceConfig, parse_config
 from moe_serve.demo.front_end import (
     FailedLine,
@@ -123,8 +123,7 @@ def run_demo(options: DemoOptions) -> int:
     Raises StartRefused where cluster or service will not start. Leaves nothing running in any case.
     """
     screen = Screen(options.quiet)
-    # A supervisor's SIGTERM ends what was started, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_as_interrupted()
     try:
         with _service(options, screen) as (config, deployed):
             found = _watched_run(options, config, deployed, screen)

@@ -64,9 +64,7 @@ def _guarded(handler: Any, method: str) -> Any:
         make, behave = grpc.unary_stream_rpc_method_handler, _answers(handler, method)
     else:
         make, behave = grpc.unary_unary_rpc_method_handler, _answer(handler, method)
-    return make(
-        behave, request_deserializer=read, response_serializer=handler.response_serializer
-    )
+    return make(behave, request_deserializer=read, response_serializer=handler.response_serializer)
 
 
 def _answer(handler: Any, method: str) -> Callable[[Any, Any], Any]:

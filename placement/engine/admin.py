@@ -31,6 +31,9 @@ from placement.topology import Topology
 
 ASKS_MAX = 8
 """Plans that may be asked for at once; more are told `busy`."""
+SLOTS_PER_EXPERT_MAX = 4
+"""Slots a rank may be given for each expert of all layers. One is of use, and staging; a slip of
+the finger must not make a shard build a ledger that it cannot hold."""
 _WHY_EMPTY = MappingProxyType(
     {
         DrainCause.NODE: "its node is being drained; it may hold replicas again once that is over",
@@ -171,6 +174,15 @@ def budget_asked(turn: Turn, event: BudgetAsked) -> None:
     slots = event.budget_bytes // turn.spec.slot_bytes if event.budget_bytes >= 0 else -1
     if slots < 0:
         answer(turn, event.request_id, "refused", f"budget_bytes {event.budget_bytes} must be >= 0")
+        return
+    most = max(rank.num_slots, SLOTS_PER_EXPERT_MAX * turn.spec.num_keys)
+    if slots > most:
+        message = (
+            f"budget_bytes {event.budget_bytes} is {slots} slots; rank {event.rank} may have "
+            f"{most} ({most * turn.spec.slot_bytes} bytes)"
+        )
+        turn.record("budget_refused", "refused", message)
+        answer(turn, event.request_id, "refused", message)
         return
     before = turn.topology()
     if slots < rank.num_slots:

@@ -218,7 +218,7 @@ def _step_answered(turn: Turn, event: ev.AnyEvent) -> None:
             offer(turn, step, StepEvent.ABORTED)
         case ev.SlotReleased():
             offer(turn, step, StepEvent.RELEASED)
-        case ev.StepFailed():
+        case _:
             _step_failed(turn, event)
 
 

@@ -232,9 +232,8 @@ def rank_lost(
     )
     cancel_run(turn, f"rank {rank_id} was lost")
     for step in steps:
-        if not is_terminal(step.step.kind, step.state):
-            fire(turn, step, StepEvent.RANK_LOST, f"rank {rank_id} was lost")
-            turn.state.parked.pop(step.step.step_id, None)
+        fire(turn, step, StepEvent.RANK_LOST, f"rank {rank_id} was lost")
+        turn.state.parked.pop(step.step.step_id, None)
     recall_needed(turn, lost_slots)
     if held:
         turn.state.table_dirty = True

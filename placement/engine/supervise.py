@@ -106,8 +106,7 @@ def _may_begin(turn: Turn, run: PlanRun, step: StepRun) -> bool | None:
     gone."""
     for before in step.step.after:
         other = run.steps[before]
-        if not has_ended(other):
-            return None
+        assert has_ended(other), f"step {before} is {other.state}, yet a later wave is open"
         if not did_its_work(other):
             return False
     rank = turn.rank(step.step.slot.rank)
@@ -153,10 +152,10 @@ def _publish_wave(turn: Turn, run: PlanRun) -> bool:
 
 
 def _unlist_orphan(turn: Turn, run: PlanRun, step: StepRun) -> None:
+    # A clean-up leaves PLANNED in the very call that starts it: nothing can have come between.
+    assert run.state is RunState.RUNNING, f"clean-up {run.plan_id} has not begun and is ending"
     slot = turn.slot(step.step.slot.rank, step.step.slot.index)
-    if run.state is not RunState.RUNNING or slot is None or slot.use is not SlotUse.ORPHAN:
-        fire(turn, step, StepEvent.CANCELLED, "the slot is no orphan any more")
-        return
+    assert slot is not None and slot.use is SlotUse.ORPHAN, f"{step.step.slot} is no orphan"  # noqa: PT018
     step.epoch, step.tag = turn.state.epoch, slot.tag
     fire(turn, step, StepEvent.PUBLISHED)
 

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from placement.layout import ExpertLayout
 from placement.messages.effects import AnyCommand, Effects
 from placement.messages.events import AnyEvent
 
@@ -23,8 +22,6 @@ def _enc(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value)
         return {"d": array.dtype.str, "s": list(array.shape), "b": array.tobytes()}
-    if isinstance(value, ExpertLayout):
-        return {"l": value.num_layers, "e": value.num_experts, "slots": _enc(value.slots)}
     if isinstance(value, np.integer):
         return int(value)
     if isinstance(value, np.floating):
@@ -43,8 +40,6 @@ def _dec(kind: type, value: Any) -> Any:
     origin = getattr(kind, "__origin__", kind)
     if origin is np.ndarray:
         return _array(value)
-    if origin is ExpertLayout:
-        return ExpertLayout(_array(value["slots"]), int(value["l"]), int(value["e"]))
     raise NotImplementedError(f"cannot decode {kind!r}")
 
 

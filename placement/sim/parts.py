@@ -113,7 +113,7 @@ class SimShard:
                 if not isinstance(done, Start | StepFailed):
                     self._note_freed(command.slot, command.slot_tag, pins)
                 return done
-            case SetRankSlots():
+            case _:
                 return self.slots.resize(command)
 
     def _work(self, start: Start, command: ShardCommand) -> None:

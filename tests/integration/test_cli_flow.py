@@ -52,17 +52,18 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def edited(folder: Path, **changes: Any) -> str:
-    """The example with top-level sections replaced, and another name."""
+    """The example as a small service with another name, and top-level sections replaced."""
     file = folder / "service.yaml"
     tree = yaml.safe_load((ROOT / EXAMPLE).read_text())
-    file.write_text(yaml.safe_dump({**tree, "service": "other", "dashboard": False, **changes}))
+    small = {"service": "other", "dashboard": False, "fleet": a_fleet()}
+    file.write_text(yaml.safe_dump({**tree, **small, **changes}))
     return str(file)
 
 
 def a_fleet(**changes: Any) -> dict[str, Any]:
-    fleet: dict[str, Any] = yaml.safe_load((ROOT / EXAMPLE).read_text())["fleet"]
-    (group,) = fleet["ranks"]
-    return {**fleet, "ranks": [{**group, **changes}]}
+    """One router and one rank that holds every expert."""
+    group = {"count": 1, "slots": 140, "profile": "declared-cpu", **changes}
+    return {"routers": 1, "ranks": [group]}
 
 
 # -- the flow --------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ def test_a_second_service_on_the_same_ray_comes_and_goes(service: Up, tmp_path: 
     file = edited(tmp_path)
     record = shell.data("up", "-f", file, "--ray-address", address, **service.ray_token)
     assert (record["service"], record["ray_pids"]) == ("other", [])
-    assert len(shell.actors()) == 8 + 7
+    assert len(shell.actors()) == 8 + 3
     assert shell.data("status", "-s", "other")["service_id"] == "other"
     ambiguous = shell.cli("status")
     assert ambiguous.returncode == 3

@@ -37,6 +37,7 @@ SLOTS = 10
 RAY_WAIT_S = 90.0
 MOVES_WAIT_S = 60.0
 CALLS = 60
+WRONG = "w" * 20
 ANY_HOST = {"0.0.0.0", "::"}  # noqa: S104 - what must not be bound
 
 
@@ -279,43 +280,35 @@ def test_a_front_end_on_the_other_node_gets_right_answers(service: Pair) -> None
 
 
 def test_strangers_get_nothing_from_a_router(service: Pair) -> None:
-    for address in service.record["router_addresses"]:
-
-        def ask(token: str, ca: str | None, address: str = address) -> Any:
-            return service.there.front_end(
-                "dispatch_stranger", address=address, tls_ca=ca, token=token
-            )
-
-        assert ask(TOKENS["dispatch"], service.ca) == "OK"
-        assert ask("", service.ca) == "UNAUTHENTICATED"
-        assert ask("w" * 20, service.ca) == "UNAUTHENTICATED"
-        assert ask(TOKENS["admin"], service.ca) == "PERMISSION_DENIED"
-        assert ask(TOKENS["dispatch"], None) == "UNAVAILABLE"
+    routers = service.record["router_addresses"]
+    tokens = [TOKENS["dispatch"], "", WRONG, TOKENS["admin"]]
+    found = service.there.front_end(
+        "dispatch_strangers", addresses=routers, tls_ca=service.ca, tokens=tokens
+    )
+    refused = ["OK", "UNAUTHENTICATED", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNAVAILABLE"]
+    assert found == dict.fromkeys(routers, refused)
 
 
 def test_the_controller_asks_for_the_role_of_each_call(service: Pair) -> None:
-    def ask(token: str) -> Any:
-        return service.there.front_end(
-            "admin_stranger",
-            address=service.record["admin_address"],
-            tls_ca=service.ca,
-            token=token,
-        )
-
-    assert ask("") == {"placement": "UNAUTHENTICATED", "drain": "UNAUTHENTICATED"}
-    assert ask("w" * 20) == {"placement": "UNAUTHENTICATED", "drain": "UNAUTHENTICATED"}
-    assert ask(TOKENS["dispatch"]) == {
-        "placement": "PERMISSION_DENIED",
-        "drain": "PERMISSION_DENIED",
+    found = service.there.front_end(
+        "admin_strangers",
+        address=service.record["admin_address"],
+        tls_ca=service.ca,
+        tokens=["", WRONG, TOKENS["dispatch"], TOKENS["read"]],
+    )
+    assert found == {
+        "": {"placement": "UNAUTHENTICATED", "drain": "UNAUTHENTICATED"},
+        WRONG: {"placement": "UNAUTHENTICATED", "drain": "UNAUTHENTICATED"},
+        TOKENS["dispatch"]: {"placement": "PERMISSION_DENIED", "drain": "PERMISSION_DENIED"},
+        TOKENS["read"]: {"placement": "OK", "drain": "PERMISSION_DENIED"},
     }
-    assert ask(TOKENS["read"]) == {"placement": "OK", "drain": "PERMISSION_DENIED"}
 
 
 def test_a_socket_without_keys_gets_nothing_from_a_shard(service: Pair) -> None:
-    for rank in service.here.data("status")["ranks"][1:3]:
-        address = rank["address"].removeprefix("tcp://")
-        found = service.there.front_end("bare_socket", address=address, wait_s=2.0)
-        assert found == {"connected": True, "handshakes": 0, "answers": 0}
+    ranks = service.here.data("status")["ranks"]
+    addresses = [rank["address"].removeprefix("tcp://") for rank in ranks]
+    found = service.there.front_end("bare_sockets", addresses=addresses, wait_s=1.0)
+    assert found == [{"connected": True, "handshakes": 0, "answers": 0}] * 4
 
 
 # -- moves -----------------------------------------------------------------------------------------
@@ -323,31 +316,40 @@ def test_a_socket_without_keys_gets_nothing_from_a_shard(service: Pair) -> None:
 
 def test_a_node_is_emptied_over_the_network_and_filled_again(service: Pair) -> None:
     here = service.here
+    # Nothing moves but what is asked for here, so that every way of an expert is known.
+    assert here.cli("pause").returncode == 0
     for rank in (0, 1):
         done = here.cli("drain", str(rank))
         assert done.returncode == 0, said(done)
     shown = service.wait("the first node is empty", lambda s: not (held(s, 0) or held(s, 1)))
-    crossed = [
-        move
-        for move in shown["moves"]
-        if move["cross_node"] and move["state"] == "done" and move["source_rank"] in (0, 1)
-    ]
-    print(f"{len(crossed)} moves between the nodes")
-    assert {move["target_rank"] for move in crossed} <= {2, 3}
-    assert len(crossed) >= 4
-    assert all(move["copy_bytes"] > 0 for move in crossed)
+    away = crossings(shown)
+    print(f"from the first node to the second: {away}")
+    assert {source for source, _ in away} <= {0, 1}
+    assert {target for _, target in away} <= {2, 3}
+    assert away
     service.forward()
+    # The second node alone holds every expert now.
+    assert "bytes" in the_refusal(here.cli("budget", "2", "1slots"))
 
     for rank in (0, 1):
         assert here.cli("undrain", str(rank)).returncode == 0
-    # What is left beside every expert and staging would go below the floor.
-    assert "bytes" in the_refusal(here.cli("budget", "2", "1slots"))
-    done = here.cli("budget", "2", "6slots")
+    done = here.cli("budget", "2", "4slots")
     assert done.returncode == 0, said(done)
-    service.wait("the rank has given up slots", lambda s: len(held(s, 2)) <= 5)
-    service.wait("nothing is missing", lambda s: not (s["missing"] or s["degraded"]))
+    shown = service.wait("the rank has given up slots", lambda s: len(held(s, 2)) <= 3)
+    shown = service.wait("nothing is missing", lambda s: not (s["missing"] or s["degraded"]))
+    back = crossings(shown)[len(away) :]
+    print(f"and back: {back}")
+    assert back
     service.forward()
     assert here.cli("budget", "2", f"{SLOTS}slots").returncode == 0
+    assert here.cli("resume").returncode == 0
+
+
+def crossings(shown: Any) -> list[tuple[int, int]]:
+    """(source, target) of every copy that went from node to node."""
+    done = [move for move in shown["moves"] if move["cross_node"] and move["state"] == "done"]
+    assert all(move["copy_bytes"] > 0 for move in done)
+    return [(move["source_rank"], move["target_rank"]) for move in done]
 
 
 def held(shown: Any, rank: int) -> list[Any]:
@@ -381,7 +383,9 @@ def test_a_dead_node_is_refused(machines: Machines) -> None:
     done = machines.shells[0].cli("up", "-f", file, "--ray-address", RAY_ADDRESS)
     line = the_refusal(done)
     print(line)
-    assert "no node with labels {'site': 'c'} for rank 1" in line or "cannot run moe_serve" in line
+    # Which one depends on whether Ray has noticed.
+    told = ("no node with labels {'site': 'c'} for rank 1", "left the cluster", "does not answer")
+    assert any(words in line for words in told)
     assert machines.shells[0].actors() == before
 
 

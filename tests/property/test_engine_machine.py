@@ -9,6 +9,7 @@ must agree with the shards, slot by slot, and list every expert.
 from collections import deque
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -427,9 +428,9 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=25,
+    max_examples=120,
+    stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine = pytest.mark.timeout(300)(EngineMachine.TestCase)

@@ -9,6 +9,7 @@ import typer
 
 from moe_serve.bootstrap.preflight import NodeCheck
 from moe_serve.bootstrap.record import read_record
+from moe_serve.bootstrap.signals import end_as_interrupted
 from moe_serve.bootstrap.size import SizeReport
 from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.options import FileOption, OutputOption
@@ -113,6 +114,7 @@ def up(
         for part in nodes_parts(checks):
             out.note_part(part)
 
+    end_as_interrupted()
     record = service.up(
         config,
         config_file=str(file),

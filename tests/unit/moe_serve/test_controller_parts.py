@@ -31,12 +31,12 @@ from placement.config import RebalanceConfig
 from placement.engine.state import RankState, RankStatus
 from placement.load import LoadFolder
 from placement.messages.effects import Answer, Transition
-from placement.messages.events import AnyEvent, DrainAsked
+from placement.messages.events import AnyEvent, DrainAsked, DrainCause, UndrainAsked
 from placement.messages.records import DecisionRecord
 from placement.planner.plan import StepKind
 from placement.routing import RoutingTable
 from tests.builders import PROFILE, make_spec
-from tests.fake_shards import FakeWorld, marker_spec, until
+from tests.fake_shards import FakeWorld, marker_spec
 from tests.fakes.fleet import FakeCluster, FakeFleet
 
 
@@ -199,57 +199,122 @@ def replace_epoch(world: FakeWorld, epoch: int) -> RoutingTable:
     return world.table()
 
 
+class Watched:
+    """A supervision over one shard on node0, and an engine's word on its rank that the test sets.
+    `codes`: answers to drains and undrains, the last one for all further ones; "busy" is none."""
+
+    def __init__(self, *codes: str) -> None:
+        self.cluster = FakeCluster(
+            make_spec(), PROFILE.name, [4], [NodeInfo("node0", True, {}), NodeInfo("n1", True, {})]
+        )
+        self.parts = PartTable()
+        self.asked: list[AnyEvent] = []
+        self.ensured: list[int] = []
+        self.rank = RankState(
+            rank=0,
+            node="node0",
+            failure_domain="node0",
+            profile=PROFILE.name,
+            num_slots=4,
+            budget_bytes=4000,
+            status=RankStatus.LIVE,
+        )
+        self._codes = list(codes)
+        self.supervision = Supervision(
+            FakeFleet(self.cluster),
+            limits=SupervisionLimits(nodes_s=0.005),
+            clock=DriverClock(0.0),
+            parts=self.parts,
+            folder=LoadFolder(
+                num_layers=1, num_experts=4, num_ranks=1, window_s=1.0, sub_windows=1, start_s=0.0
+            ),
+            tasks=Tasks(),
+            ranks=lambda: [self.rank],
+            ask=self._ask,
+            forget=lambda _part: None,
+            ensure=self.ensured.append,
+        )
+
+    async def _ask(self, make: Callable[[int], AnyEvent]) -> Answer:
+        event = make(1)
+        self.asked.append(event)
+        code = self._codes.pop(0) if len(self._codes) > 1 else self._codes[0]
+        if code == "busy":
+            raise ResourceExhausted("too many requests wait for an answer")
+        if code == "ok":
+            assert isinstance(event, DrainAsked | UndrainAsked)
+            self.rank.drained_by = (event.cause,) if isinstance(event, DrainAsked) else ()
+        return Answer(request_id=1, code=code, message="")
+
+    async def add_shard(self, incarnation: int = 1) -> None:
+        name = PartName("tiny", PartKind.SHARD, "0", incarnation)
+        port = await FakeFleet(self.cluster).create_shard(str(name), 0, incarnation)
+        self.parts.add(shard_part(name, port, await port.describe(), 0.0))
+
+    async def look(self) -> None:
+        """Look at the nodes a few times."""
+        watching = asyncio.create_task(self.supervision.watch_nodes())
+        await asyncio.sleep(0.05)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
 @pytest.mark.asyncio
 async def test_a_drain_for_which_there_was_no_room_is_asked_for_again() -> None:
-    cluster = FakeCluster(
-        spec=make_spec(),
-        profile=PROFILE.name,
-        num_slots=[4],
-        nodes=[NodeInfo("node0", True, {}, draining_deadline_s=100.0), NodeInfo("node1", True, {})],
-    )
-    fleet, name = FakeFleet(cluster), PartName("tiny", PartKind.SHARD, "0", 1)
-    cluster.nodes[0] = NodeInfo("node0", True, {})
-    port = await fleet.create_shard(str(name), 0, 1)
-    cluster.drain_node("node0")
-    parts = PartTable()
-    parts.add(shard_part(name, port, await port.describe(), 0.0))
-    asked: list[AnyEvent] = []
-    rank = RankState(
-        rank=0,
-        node="node0",
-        failure_domain="node0",
-        profile=PROFILE.name,
-        num_slots=4,
-        budget_bytes=4000,
-        status=RankStatus.LIVE,
-    )
+    watched = Watched("busy", "ok")
+    await watched.add_shard()
+    watched.cluster.drain_node("node0")
+    await watched.look()
+    assert [type(event) for event in watched.asked] == [DrainAsked, DrainAsked]
 
-    async def ask(make: Callable[[int], AnyEvent]) -> Answer:
-        event = make(1)
-        asked.append(event)
-        if len(asked) == 1:
-            raise ResourceExhausted("too many requests wait for an answer")
-        assert isinstance(event, DrainAsked)
-        rank.drained_by = (event.cause,)
-        return Answer(request_id=1, code="ok", message="")
 
-    watcher = Supervision(
-        fleet,
-        limits=SupervisionLimits(nodes_s=0.005),
-        clock=DriverClock(0.0),
-        parts=parts,
-        folder=LoadFolder(
-            num_layers=1, num_experts=4, num_ranks=1, window_s=1.0, sub_windows=1, start_s=0.0
-        ),
-        tasks=Tasks(),
-        ranks=lambda: [rank],
-        ask=ask,
-        forget=lambda _part: None,
-        ensure=lambda _rank: None,
-    )
-    watching = asyncio.create_task(watcher.watch_nodes())
-    await until(lambda: len(asked) == 2)
-    await asyncio.sleep(0.03)
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
-    assert [type(event) for event in asked] == [DrainAsked, DrainAsked]
+@pytest.mark.asyncio
+async def test_a_refused_drain_is_asked_for_again_only_for_another_shard() -> None:
+    watched = Watched("refused", "ok")
+    await watched.add_shard()
+    watched.cluster.drain_node("node0")
+    await watched.look()
+    assert [type(event) for event in watched.asked] == [DrainAsked]
+    watched.cluster.keep_node("node0")
+    await watched.add_shard(2)
+    watched.cluster.drain_node("node0")
+    await watched.look()
+    assert len(watched.asked) == 2
+    assert watched.rank.drained_by == (DrainCause.NODE,)
+
+
+@pytest.mark.asyncio
+async def test_a_rank_is_drained_only_once_it_has_joined() -> None:
+    watched = Watched("ok")
+    await watched.add_shard()
+    watched.cluster.drain_node("node0")
+    watched.rank.status = RankStatus.RESTORED
+    await watched.look()
+    assert watched.asked == []
+    watched.rank.status = RankStatus.LIVE
+    await watched.look()
+    assert len(watched.asked) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_drained_rank_whose_shard_is_not_adopted_yet_is_left_alone() -> None:
+    watched = Watched("ok")
+    watched.rank.drained_by = (DrainCause.NODE,)
+    watched.rank.status = RankStatus.RESTORED
+    watched.cluster.drain_node("node0")
+    await watched.look()
+    assert (watched.asked, watched.ensured) == ([], [])
+    watched.cluster.keep_node("node0")
+    await watched.add_shard()
+    await watched.look()
+    assert [type(event) for event in watched.asked] == [UndrainAsked]
+    assert watched.ensured == [], "it lives"
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_was_lost_while_an_operator_drained_it_is_made_again() -> None:
+    watched = Watched("ok")
+    watched.rank.drained_by = (DrainCause.OPERATOR,)
+    watched.rank.status = RankStatus.LOST
+    await watched.supervision.undrain(0)
+    assert watched.ensured == [0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_serve.bootstrap.ray_auth import check_ray_auth, why_open
+from moe_serve.bootstrap.ray_auth import check_open_head, check_ray_auth, join_auth, why_open
 from moe_serve.cli.checks.ray_auth import ray_checks
 from moe_serve.cli.checks.row import Level
 from moe_serve.config import ServiceConfig
@@ -74,6 +74,28 @@ def test_a_token_in_the_usual_places_counts(home: Path, tmp_path: Path) -> None:
     (home / ".ray").mkdir()
     (home / ".ray" / "auth_token").write_text(TOKEN)
     assert not why_open({}, home)
+
+
+def test_a_head_that_answers_without_a_token_counts_as_open_whatever_we_have() -> None:
+    with pytest.raises(StartRefused, match="the head at h:1 answers without one"):
+        check_open_head(a_config("cluster"), "h:1")
+    for config in (a_config("loopback"), a_config("cluster", accepted=True)):
+        assert "asks for no token" in check_open_head(config, "h:1")
+
+
+@pytest.mark.parametrize(
+    ("environ", "mode"),
+    [
+        ({}, None),
+        ({"RAY_AUTH_TOKEN": TOKEN}, "token"),
+        ({"RAY_AUTH_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled"}, "disabled"),
+    ],
+)
+def test_a_token_that_is_there_is_shown_to_a_cluster_given_by_address(
+    home: Path, environ: dict[str, str], mode: str | None
+) -> None:
+    join_auth(environ, home)
+    assert environ.get("RAY_AUTH_MODE") == mode
 
 
 OWN_CLUSTER = """

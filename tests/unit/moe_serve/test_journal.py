@@ -180,6 +180,14 @@ async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_file_that_cannot_be_opened_is_not_called_damaged(tmp_path: Path) -> None:
+    (tmp_path / STATE_FILE).mkdir()
+    with pytest.raises(StartRefused, match="cannot be opened") as caught:
+        await open_journal(tmp_path, "s", LIMITS)
+    assert not isinstance(caught.value, JournalDamaged)
+
+
+@pytest.mark.asyncio
 async def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     journal = await opened(tmp_path)
     await journal.commit([transition_row(transition(n)) for n in range(400)])

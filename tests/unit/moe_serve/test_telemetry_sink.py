@@ -44,18 +44,18 @@ def test_samples_become_calls_of_ray(recording: type[_Recording]) -> None:
     metrics.add("moves_total", 2.0, kind="evict", outcome="done")
     metrics.add("moves_total", 0.0, kind="evict", outcome="done")  # Ray refuses to add nothing
     metrics.set("epoch", 0)
-    metrics.observe("request_seconds", 0.5, phase="decode")
+    metrics.set("request_seconds", 0.5, quantile="p99")
     evict = {"kind": "evict", "outcome": "done"}
     assert recording.samples == [
         ("inc", "moe_serve_moves_total", 1.0, evict),
         ("inc", "moe_serve_moves_total", 2.0, evict),
         ("set", "moe_serve_epoch", 0, {}),
-        ("observe", "moe_serve_request_seconds", 0.5, {"phase": "decode"}),
+        ("set", "moe_serve_request_seconds", 0.5, {"quantile": "p99"}),
     ]
     assert recording.made == [
         ("moe_serve_moves_total", ("kind", "outcome")),
         ("moe_serve_epoch", ()),
-        ("moe_serve_request_seconds", ("phase",)),
+        ("moe_serve_request_seconds", ("quantile",)),
     ]
 
 

@@ -70,6 +70,20 @@ def test_a_higher_budget_is_given_at_once():
     driver.check_agreement()
 
 
+@pytest.mark.parametrize("slots", [17, 1 << 50])
+def test_a_budget_of_more_slots_than_a_rank_has_use_for_reaches_no_shard(slots):
+    driver = two_ranks()
+    answer = budget(driver, 1, slots)
+    assert answer.code == "refused"
+    assert answer.message == (
+        f"budget_bytes {slots * 1000} is {slots} slots; rank 1 may have 16 (16000 bytes)"
+    )
+    assert not [c for c in driver.commands if isinstance(c, SetRankSlots)]
+    assert driver.engine.state.ranks[1].wanted_slots == -1
+    assert budget(driver, 1, 16).code == "ok"
+    assert driver.engine.state.ranks[1].num_slots == 16
+
+
 def test_last_replicas_move_away_before_their_rank_shrinks():
     driver = two_ranks(slots=6)
     assert budget(driver, 0, 1).code == "ok"

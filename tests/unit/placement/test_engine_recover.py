@@ -14,34 +14,7 @@ from placement.messages.effects import (
     ReserveSlot,
     VerifyExpert,
 )
-from tests.engine_driver import two_ranks
-
-
-def restart(driver, snapshot, journal, *, first=(), silent=()):
-    """Put a restored engine in the driver's; ranks answer in the order `first`, `silent` ones not
-    at all."""
-    snapshot = decode_as(encode(snapshot), EngineSnapshot)
-    epoch = max([driver.engine.state.epoch, *(t.epoch for t in driver.tables)])
-    driver.engine = RebalanceEngine.restore(
-        snapshot,
-        journal,
-        term=driver.engine.state.term + 1,
-        first_epoch=epoch + 1,
-        start_s=driver.now_s,
-    )
-    driver.hold.clear()
-    driver.held.clear()
-    before = len(driver.tables)
-    for router in driver.routers:
-        driver.feed(ev.RouterJoined(at_s=0.0, router=router, incarnation=1))
-    order = [*first, *(r for r in sorted(driver.shards) if r not in first)]
-    for rank in order:
-        if rank in silent:
-            continue
-        assert len(driver.tables) == before, "a table was published before every rank had spoken"
-        driver.shards[rank].accept_term(driver.engine.state.term)
-        driver.join(rank, shard=driver.shards[rank])
-    return before
+from tests.engine_driver import restart, two_ranks
 
 
 def migrate_two(driver):

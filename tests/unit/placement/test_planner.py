@@ -109,6 +109,17 @@ def test_an_expert_without_a_replica_comes_from_the_checkpoint_and_first():
     assert "no replica" in move.reason
 
 
+def test_an_add_that_would_fill_the_staging_slot_is_left_out_and_the_rank_is_named():
+    plan = plan_between([[0, 1, E], [2, 3, E]], [[0, 1, 2], [2, 3, E]])
+    assert plan.moves == ()
+    assert "rank 0 would end with 0 empty slots, staging needs 1" in plan.refused[0]
+
+
+def test_a_plan_of_nothing_gains_a_float_of_nothing():
+    plan = plan_between([[0, 1, E], [2, 3, E]], [[0, 1, E], [2, 3, E]])
+    assert type(plan.gain_s_per_s) is float
+
+
 def test_a_wave_is_no_wider_than_its_limits():
     before = [[0, 1, 2, 3, E, E, E, E, E], [E] * 9]
     after = [[0, 1, 2, 3, E, E, E, E, E], [0, 1, 2, 3, E, E, E, E, E]]
@@ -166,6 +177,9 @@ def test_layouts_that_do_not_belong_together_are_refused():
             make_request(spec, topology, current),
             WaveConfig(),
         )
+    three = make_request(spec, make_topology([3, 3, 3]), current)
+    with pytest.raises(PlannerError, match="target has 2 ranks, the topology 3"):
+        make_plan(current, current, three, WaveConfig())
 
 
 def random_layout(rng, spec, slots, staging):

@@ -5,9 +5,16 @@ import numpy as np
 import pytest
 
 from placement.config import RebalanceConfig
+from placement.messages import events as ev
 from placement.messages.codec import encode
-from placement.messages.effects import WakeAt
-from placement.replay import recomputed, replay_segment, replay_trace, trace_windows
+from placement.messages.effects import ComputeTarget, WakeAt
+from placement.replay import (
+    PerfectExecutor,
+    recomputed,
+    replay_segment,
+    replay_trace,
+    trace_windows,
+)
 from placement.sim.log import Stepped
 from placement.sim.runner import small_world
 from tests.builders import make_spec, make_topology
@@ -63,11 +70,41 @@ def test_a_changed_effect_is_named():
 
 
 def test_recorded_targets_can_be_computed_again():
-    world, steps = journal()
+    world, steps = journal(seed=5)
     events, effects = [s.event for s in steps], [s.effects for s in steps]
+    targets = [e.plan for e in events if isinstance(e, ev.TargetComputed)]
+    assert any(not plan.moves for plan in targets)
+    assert any(plan.moves for plan in targets)
     assert recomputed(events, effects, world.config) == ()
     other = msgspec.structs.replace(world.config, wave_adds_per_rank=1, wave_copies_from_rank=1)
     assert "computed differently" in recomputed(events, effects, other)[0]
+
+
+def test_a_target_that_was_computed_and_can_be_no_more_is_a_difference():
+    world, steps = journal()
+    events, effects = [s.event for s in steps], [s.effects for s in steps]
+    at = next(
+        i for i, e in enumerate(effects) if any(isinstance(c, ComputeTarget) for c in e.commands)
+    )
+    asked = [
+        msgspec.structs.replace(c, policy="gone") if isinstance(c, ComputeTarget) else c
+        for c in effects[at].commands
+    ]
+    effects[at] = msgspec.structs.replace(effects[at], commands=tuple(asked))
+    assert recomputed(events, effects, world.config) == (
+        f"target {asked[-1].request_id} is computed differently now",
+    )
+
+
+def test_a_perfect_executor_carries_out_budgets_too():
+    spec = make_spec(num_layers=2, num_experts=8)
+    executor = PerfectExecutor(spec, make_topology([9, 9, 9]), RebalanceConfig())
+    assert executor.totals() == (0, 0, 0)
+    executor.take(ev.BudgetAsked(at_s=1.0, request_id=1, rank=0, budget_bytes=7 * 1000))
+    layout = executor.engine.layout()
+    assert (layout.slots[0, 7:] < 0).all()
+    assert executor.engine.state.ranks[0].num_slots == 7
+    assert layout.missing() == ()
 
 
 def skewed_ids(rng, tokens, layers, experts, top_k):

@@ -22,6 +22,7 @@ from placement.messages.events import (
     StepFailed,
 )
 from placement.roles.shard import ShardSlots, SlotPhase, Start, TermRefused, Work
+from placement.roles.shard.ledger import REMEMBERED_STEPS
 from tests.builders import make_layout, make_table
 
 
@@ -138,6 +139,26 @@ def test_a_taken_or_missing_slot_is_refused():
     shard = filled()
     assert code(shard.reserve(reserve(step_id=2, slot=0))) == "no_slot"
     assert code(shard.reserve(reserve(step_id=2, slot=3))) == "over_budget"
+
+
+@pytest.mark.parametrize("slot", [-1, 1, 99])
+def test_a_slot_that_is_not_there_or_holds_another_fill_cannot_be_proved(slot):
+    shard = make()
+    shard.reserve(reserve(slot=0))
+    refused = shard.begin_verify(verify(slot=slot, tag=1))
+    assert (refused.code, refused.step_id) == ("no_slot", 1)
+
+
+def test_of_ended_steps_only_so_many_are_remembered():
+    ledger = make().ledger
+    for step_id in range(REMEMBERED_STEPS + 1):
+        ledger.end(step_id, "released")
+    ledger.end(1, "recalled")  # an old one that ends again is new
+    ledger.end(REMEMBERED_STEPS + 1, "released")
+    assert len(ledger.ended) == REMEMBERED_STEPS
+    assert 0 not in ledger.ended
+    assert ledger.ended[1] == "recalled"
+    assert 2 not in ledger.ended
 
 
 def test_another_life_or_version_is_refused():

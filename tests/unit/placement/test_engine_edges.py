@@ -1,0 +1,363 @@
+"""Moments that ordinary runs seldom reach: crafted plans, answers out of order, ranks that come and
+go between."""
+
+import msgspec
+import pytest
+
+from placement.config import RebalanceConfig
+from placement.messages import events as ev
+from placement.messages.effects import (
+    ComputeTarget,
+    CopyExpert,
+    PublishTable,
+    ReserveSlot,
+    VerifyExpert,
+)
+from placement.migration import AddState, RemoveState
+from placement.planner import StepKind, WaveConfig, make_plan
+from placement.planner.plan import PlannedStep
+from placement.roles.shard import ShardSlots, SlotPhase
+from tests.builders import make_layout, make_request, make_spec, make_topology
+from tests.engine_driver import EngineDriver, restart, two_ranks
+
+HOT = {0: 5000.0}
+
+
+def sent(driver, kind):
+    return [c for c in driver.commands if isinstance(c, kind)]
+
+
+def ask(driver, kind, **fields):
+    request_id = len(driver.answers)
+    driver.feed(kind(at_s=0.0, request_id=request_id, **fields))
+    return driver.answers.get(request_id)
+
+
+def hosts_by_expert(driver):
+    return [{rank for rank, _, _ in driver.table.replicas(0, expert)} for expert in range(4)]
+
+
+def record(driver, rule):
+    return [r for r in driver.records if r.rule == rule]
+
+
+def filled(rows, *, slots=3, **fields):
+    """A driver whose ranks hold these rows already, of four experts of one layer."""
+    topology = make_topology([slots] * len(rows), ranks_per_node=1)
+    config = RebalanceConfig(cooldown_s=0.0, **fields)
+    driver = EngineDriver(make_spec(), topology, config, routers=["r0"], join=False)
+    for rank, row in enumerate(rows):
+        driver.join(rank, shard=holding(rank, row, slots))
+    assert driver.table.missing() == ()
+    assert driver.keys() == [sorted(row) for row in rows]
+    return driver
+
+
+def holding(rank, experts, num_slots, *, layer=0):
+    shard = ShardSlots(
+        rank=rank, incarnation=1, num_slots=num_slots, slot_bytes=1000, weights_version="v1"
+    )
+    for slot, expert in enumerate(experts):
+        who = {"step_id": -1 - slot, "rank": rank, "incarnation": 1, "slot": slot}
+        reserved = shard.reserve(
+            ReserveSlot(**who, layer=layer, expert=expert, weights_version="v1")
+        )
+        tag = reserved.slot_tag
+        shard.ledger.slots[slot].phase = SlotPhase.VERIFIED
+        shard.ledger.tags[slot] = tag
+    return shard
+
+
+def answer_target(driver, plan, **changes):
+    """Answer the outstanding target with this plan instead of what was computed."""
+    state = driver.engine.state
+    event = ev.TargetComputed(
+        at_s=0.0,
+        request_id=state.outstanding.request_id,
+        layout_revision=state.revision,
+        slots=driver.engine.layout().slots,
+        plan=plan,
+    )
+    return driver.feed(msgspec.structs.replace(event, **changes))
+
+
+def plan_to(driver, rows, *, staging_slots=1, **changes):
+    """The planner's way from what is listed to these rows, as if it gained much."""
+    live = driver.engine.layout()
+    request = make_request(driver.spec, driver.engine.topology(), live, staging_slots=staging_slots)
+    plan = make_plan(live, make_layout(rows), request, WaveConfig())
+    return msgspec.structs.replace(plan, **{"gain_s_per_s": 1e3, **changes})
+
+
+def run_plan(driver, rows, **fields):
+    driver.hold.add(ComputeTarget)
+    driver.close_window({0: 5000.0, 1: 0.0})
+    driver.hold.discard(ComputeTarget)
+    driver.held.clear()
+    return answer_target(driver, plan_to(driver, rows, **fields))
+
+
+# -- plans ---------------------------------------------------------------------------------------
+
+
+def test_a_migration_whose_copy_fails_keeps_the_replica_and_what_waited_for_its_slot_never_begins():
+    driver = filled([[0, 1], [2, 3]])
+    driver.hold.add(CopyExpert)
+    run_plan(driver, [[2, 3, -1], [0, 1, -1]])
+    waves = {s.step.wave for s in driver.engine.state.run.steps.values()}
+    assert len(waves) > 1
+    for command in list(driver.held):
+        driver.feed(ev.StepFailed(at_s=0.0, step_id=command.step_id, code="digest", detail="wrong"))
+    assert driver.engine.state.run is None
+    assert driver.keys() == [[0, 1], [2, 3]]
+    assert len(driver.tables) == 1
+    driver.check_agreement()
+    reasons = " ".join(r.detail for r in driver.records if r.outcome == "aborted")
+    assert "digest: wrong" in reasons
+
+
+def test_an_add_never_begins_once_the_slot_it_waited_for_is_kept():
+    """One of two migrations fails: its removal is cancelled, so the add that waited for that slot
+    is too; the other half of the plan goes on."""
+    driver = filled([[0, 1], [2, 3]])
+    driver.hold.add(CopyExpert)
+    run_plan(driver, [[2, 3, -1], [0, 1, -1]])
+    first = driver.held[0]
+    driver.feed(ev.StepFailed(at_s=0.0, step_id=first.step_id, code="io", detail="disk"))
+    driver.held.remove(first)
+    driver.let_go(CopyExpert)
+    assert driver.engine.state.run is None
+    driver.wait(12.0)
+    driver.check_agreement()
+    assert driver.table.missing() == ()
+    cancelled = [t for t in driver.transitions if t.before == "planned" and t.after == "aborted"]
+    assert cancelled
+
+
+def test_what_no_order_allows_is_recorded():
+    driver = filled([[0, 1], [2, 3]], slots=2, staging_slots=0)
+    run_plan(driver, [[2, 1], [0, 3]], staging_slots=0)
+    assert "have no empty slot" in record(driver, "move_refused")[0].detail
+
+
+def test_a_forced_cause_whose_target_moves_nothing_waits_before_it_asks_again():
+    driver = two_ranks(slots=4)
+    driver.hold.add(ComputeTarget)
+    ask(driver, ev.BudgetAsked, rank=0, budget_bytes=2000)
+    assert driver.engine.state.outstanding.cause == "budget"
+    before = len(sent(driver, ComputeTarget))
+    answer_target(driver, plan_to(driver, [row for row in driver.engine.layout().slots.tolist()]))
+    (kept,) = [r for r in record(driver, "budget") if r.outcome == "kept"]
+    assert kept.detail == "no move was found: none fits"
+    assert len(sent(driver, ComputeTarget)) == before
+    driver.wait(5.1)
+    assert len(sent(driver, ComputeTarget)) == before + 1
+
+
+def test_a_plan_made_for_other_slots_is_a_bug_and_raises():
+    driver = two_ranks(slots=4)
+    driver.hold.add(ComputeTarget)
+    driver.close_window(HOT)
+    step = PlannedStep(
+        step_id=0, kind=StepKind.REMOVE, move_id=0, slot=(1, 99), layer=0, expert=0, wave=0
+    )
+    plan = plan_to(driver, driver.engine.layout().slots.tolist(), steps=(step,))
+    with pytest.raises(AssertionError, match="does not belong to this layout"):
+        answer_target(driver, plan)
+
+
+def test_an_applied_plan_is_refused_when_a_host_of_its_expert_is_gone():
+    driver = filled([[0, 1], [2, 3], [0, 2]], slots=4)
+    driver.close_window()
+    driver.hold.add(ComputeTarget)
+    ask(driver, ev.PlanAsked)
+    answer_target(driver, plan_to(driver, [[0, 1, -1, -1], [2, 3, 0, -1], [0, 2, -1, -1]]))
+    plan_id = driver.engine.state.stored[-1].plan_id
+    driver.lose(2)  # touches no slot of the plan, but expert 0 has another set of hosts now
+    refused = ask(driver, ev.ApplyAsked, plan_id=plan_id)
+    assert refused.code == "refused"
+    assert "layer 0 expert 0 changed" in refused.message
+
+
+# -- answers out of order ------------------------------------------------------------------------
+
+
+def test_answers_that_overtake_each_other_mean_nothing_until_their_turn():
+    driver = two_ranks(slots=4)
+    driver.hold.add(ReserveSlot)
+    driver.close_window(HOT)
+    step_id = driver.held[0].step_id
+    copied = ev.ExpertCopied(at_s=0.0, step_id=step_id, copy_bytes=1000, seconds=0.1)
+    assert driver.feed(copied).transitions == ()
+    assert driver.engine.state.run.copied_bytes == 0
+    driver.hold.add(VerifyExpert)
+    driver.let_go(ReserveSlot)
+    tag = driver.engine.state.run.steps[step_id].tag
+    driver.feed(ev.SlotReserved(at_s=0.0, step_id=step_id, slot_tag=tag + 5))
+    assert driver.engine.state.run.steps[step_id].tag == tag
+    driver.let_go()
+    driver.check_agreement()
+
+
+def test_an_answer_to_an_add_that_waits_for_the_first_table_comes_twice():
+    """Rank 1 dies in the middle of the first fill: what rank 0 has proved waits for the table."""
+    driver = EngineDriver(
+        make_spec(), make_topology([5, 5], ranks_per_node=1), routers=["r0"], join=False
+    )
+    driver.hold.add(CopyExpert)
+    driver.join(0)
+    driver.join(1)
+    mine = [c for c in driver.held if c.rank == 0]
+    assert mine
+    driver.held = [c for c in driver.held if c.rank != 0]
+    for command in mine:
+        for event in driver.run_shard(command):
+            driver.feed(event)
+    driver.hold.add(ComputeTarget)
+    driver.lose(1)
+    assert driver.engine.state.run is None
+    assert driver.tables == []
+    parked = driver.engine.state.parked
+    assert set(parked) == {c.step_id for c in mine}
+    again = ev.ExpertVerified(at_s=0.0, step_id=mine[0].step_id)
+    assert driver.feed(again).transitions == ()
+    driver.hold.clear()
+    driver.join(1, incarnation=2)
+    driver.let_go(ComputeTarget)
+    driver.wait(40.0)
+    assert driver.engine.state.parked == {}
+    assert driver.table.missing() == ()
+    driver.check_agreement()
+
+
+# -- ranks and routers ---------------------------------------------------------------------------
+
+
+def test_a_router_nobody_knows_may_leave_and_a_rank_nobody_knows_may_be_suspected():
+    driver = two_ranks()
+    before = driver.engine.snapshot().state
+    driver.feed(ev.RouterLeft(at_s=0.0, router="stranger", reason="silent", gone=False))
+    for event in (
+        ev.RankSuspected(at_s=0.0, rank=9, reason="disconnected"),
+        ev.RankCleared(at_s=0.0, rank=9),
+        ev.RankCleared(at_s=0.0, rank=0),
+    ):
+        effects = driver.feed(event)
+        assert effects.records == ()
+    state = driver.engine.state
+    assert (state.routers, state.ranks) == (before.routers, before.ranks)
+    assert driver.engine.config is driver.config
+
+
+def test_a_rank_that_is_lost_before_it_ever_came_costs_no_table():
+    driver = EngineDriver(
+        make_spec(), make_topology([4, 4, 4], ranks_per_node=1), routers=["r0"], join=False
+    )
+    driver.join(0)
+    driver.join(1)
+    driver.feed(ev.RankLost(at_s=0.0, rank=2, incarnation=1, reason="never started"))
+    assert len(driver.tables) == 1
+    assert driver.table.missing() == ()
+
+
+def test_the_floor_counts_only_domains_that_live():
+    driver = two_ranks(slots=6, num_ranks=3, floor=2)
+    assert all(len(hosts) >= 2 for hosts in hosts_by_expert(driver))
+    driver.lose(1)
+    assert all(hosts == {0, 2} for hosts in hosts_by_expert(driver))
+
+
+def test_a_plan_during_which_a_rank_joins_has_no_gain_to_compare():
+    driver = two_ranks(slots=4)
+    driver.hold.add(CopyExpert)
+    driver.close_window(HOT)
+    new = driver.topology.ranks[1]
+    driver.topology = make_topology([4, 4, 4], ranks_per_node=1)
+    driver.join(2)
+    assert new.node != driver.topology.ranks[2].node
+    driver.let_go()
+    driver.close_window(HOT)
+    (told,) = record(driver, "realised_gain")
+    assert told.realised_gain_s_per_s == 0.0
+
+
+def test_what_is_resident_but_no_expert_of_the_model_is_cleaned_away():
+    driver = EngineDriver(
+        make_spec(), make_topology([4, 4], ranks_per_node=1), routers=["r0"], join=False
+    )
+    driver.join(0, shard=holding(0, [2], 4, layer=7))
+    driver.join(1)
+    driver.wait(12.0)
+    assert "cleanup" in driver.rules("started")
+    assert driver.table.missing() == ()
+    driver.check_agreement()
+
+
+def test_a_proved_replica_that_is_gone_before_its_table_is_not_listed():
+    """Two adds of a wave: one is proved and lost with its slot while the other still copies."""
+    driver = filled([[0, 1], [2, 3]], slots=5)
+    driver.hold.add(CopyExpert)
+    run_plan(driver, [[0, 1, 2, -1, -1], [2, 3, 0, -1, -1]])
+    ready = driver.held[0]
+    driver.held = [c for c in driver.held if c is not ready]
+    for event in driver.run_shard(ready):
+        driver.feed(event)
+    assert driver.engine.state.run.steps[ready.step_id].state == AddState.VERIFIED
+    shard = driver.shards[ready.rank]
+    driver.shards[ready.rank] = holding(ready.rank, [[0, 1], [2, 3]][ready.rank], 5)
+    driver.join(ready.rank, shard=driver.shards[ready.rank])
+    assert shard.ledger.holder(ready.slot)
+    driver.let_go(CopyExpert)
+    driver.wait(12.0)
+    assert driver.engine.state.run is None
+    listed = {r for r, _, _ in driver.table.replicas(0, ready.expert)}
+    assert ready.rank not in listed
+    driver.check_agreement()
+
+
+def test_a_removal_waits_for_its_rank_to_come_back_after_a_restart():
+    driver = filled([[0, 1, 2], [2, 3]], slots=4)
+    snapshot, start = driver.engine.snapshot(), len(driver.transitions)
+    driver.silent_routers.add("r0")
+    run_plan(driver, [[0, 1, -1, -1], [2, 3, -1, -1]])
+    assert driver.step_states() == [RemoveState.UNLISTED]
+    driver.silent_routers.clear()
+    before = restart(driver, snapshot, driver.transitions[start:], silent=[0])
+    driver.wait(10.0)
+    assert len(driver.tables) == before
+    assert driver.step_states() == [RemoveState.UNLISTED]
+    driver.join(0, shard=driver.shards[0])
+    driver.wait(12.0)
+    assert driver.engine.state.run is None
+    assert driver.keys() == [[0, 1], [2, 3]]
+    driver.check_agreement()
+
+
+def test_a_step_on_a_rank_that_joined_after_the_snapshot_is_found_again():
+    driver = two_ranks(slots=4)
+    snapshot, start = driver.engine.snapshot(), len(driver.transitions)
+    driver.topology = make_topology([4, 4, 4], ranks_per_node=1)
+    driver.join(2)
+    driver.close_window({0: 5000.0, 1: 5000.0})
+    assert driver.keys()[2]
+    assert any(t.rank == 2 for t in driver.transitions[start:])
+    restart(driver, snapshot, driver.transitions[start:], first=[2])
+    driver.wait(12.0)
+    assert driver.engine.state.run is None
+    assert driver.table.missing() == ()
+    driver.check_agreement()
+
+
+def test_the_first_layout_is_the_first_policys_only_while_nothing_is_known():
+    spec, topology = make_spec(), make_topology([4, 4], ranks_per_node=1)
+    blank = EngineDriver(spec, topology, RebalanceConfig(), routers=["r0"])
+    assert [c.policy for c in sent(blank, ComputeTarget)] == ["static"]
+    assert all(len(keys) == 3 for keys in EngineDriver.keys(blank))
+    some = EngineDriver(spec, topology, RebalanceConfig(), routers=["r0"], join=False)
+    some.join(0, shard=holding(0, [1], 4))
+    some.join(1)
+    assert [c.policy for c in sent(some, ComputeTarget)] == ["incremental"]
+    unknown = EngineDriver(spec, topology, RebalanceConfig(policy="nonsense"), routers=["r0"])
+    assert [c.policy for c in sent(unknown, ComputeTarget)] == ["nonsense"]
+    assert "target_failed" in unknown.rules("refused")
+    assert not sent(unknown, PublishTable)
