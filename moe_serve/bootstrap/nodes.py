@@ -67,7 +67,7 @@ def choose_node(
     fitting = [
         node
         for node in nodes
-        if True
+        if node.node_id not in draining
         and all(node.labels.get(key) == value for key, value in labels.items())
     ]
     if not fitting:
