@@ -112,8 +112,11 @@ def test_an_abort_of_a_running_copy_is_answered_when_the_copy_has_stopped():
     bench.order(reserve())
     bench.run()
     tag = bench.sent[0].slot_tag
-    bench.order(copy(source=-1, slot_tag=tag), AbortAdd(step_id=1, slot=0, slot_tag=tag, **WHO))
-    assert bench.run(0.01) == ["SlotReserved"]
+    bench.order(copy(source=-1, slot_tag=tag))
+    bench.run(0.01)
+    assert bench.shards[0].slots.ledger.slots[0].copying
+    bench.order(AbortAdd(step_id=1, slot=0, slot_tag=tag, **WHO))
+    assert bench.run(0.005) == ["SlotReserved"]
     assert bench.run() == ["SlotReserved", "AddAborted"]
     assert bench.shards[0].slots.ledger.resident_bytes == 0
 
