@@ -140,11 +140,13 @@ def _code(call: Callable[[GrpcAdmin], object], target: AdminTarget) -> str:
 def bare_sockets(addresses: Sequence[str], wait_s: float) -> list[dict[str, Any]]:
     """What a ZeroMQ socket without keys gets from each shard: handshakes done, messages
     received."""
-    context = zmq.Context()
-    try:
-        return [_bare_socket(context, address, wait_s) for address in addresses]
-    finally:
-        context.destroy(linger=0)
+    found = []
+    for address in addresses:
+        # One each: a monitor is named by its socket's descriptor, which would be used again.
+        with zmq.Context() as context:
+            found.append(_bare_socket(context, address, wait_s))
+            context.destroy(linger=0)
+    return found
 
 
 def _bare_socket(context: zmq.Context[Any], address: str, wait_s: float) -> dict[str, Any]:

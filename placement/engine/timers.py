@@ -47,7 +47,8 @@ def _times(turn: Turn) -> list[float]:
     times.extend(at for at in state.retry_at_s.values() if at > turn.at_s)
     for rank in state.ranks:
         times.append(rank.suspected_at_s + turn.config.rank_silence_s)
-        if rank.wanted_slots >= 0:
+        # A time that is over waits for the running plan to end: it is no time to be woken at.
+        if rank.wanted_slots >= 0 and rank.resize_sent_at_s + RETRY_S > turn.at_s:
             times.append(rank.resize_sent_at_s + RETRY_S)
     times.extend(silence_ends_at(turn, r) for r in state.routers.values())
     grace = state.started_at_s + JOIN_GRACE_S

@@ -16,7 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from placement.config import RebalanceConfig
 from placement.engine.state import RankStatus, SlotUse
 from placement.messages import events as ev
-from placement.messages.effects import ComputeTarget, Effects, PublishTable, ReleaseSlot
+from placement.messages.effects import (
+    ComputeTarget,
+    Effects,
+    PublishTable,
+    ReleaseSlot,
+    WakeAt,
+)
 from placement.roles.shard import SlotPhase
 from placement.sim.checkers import Coverage, Memory, ReleaseLast, TableOrder
 from placement.sim.log import Freed, MemoryUsed, Published, RouterTold, Stepped
@@ -87,6 +93,8 @@ class WatchedDriver(EngineDriver):
     def _answer(self, command):
         if isinstance(command, PublishTable):
             self._note_table(command.table)
+        elif isinstance(command, WakeAt):
+            assert command.at_s >= self.now_s, "a time that is over would wake it without end"
         elif isinstance(command, ReleaseSlot):
             effects = Effects(commands=(command,), transitions=(), records=())
             event = ev.TimerFired(at_s=self.now_s)
@@ -428,8 +436,8 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=120,
-    stateful_step_count=30,
+    max_examples=220,
+    stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
