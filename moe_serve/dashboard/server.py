@@ -10,6 +10,7 @@ leaves nothing running. Called by `actor`, the demo and tests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from concurrent.futures import Future
@@ -96,8 +97,10 @@ class DashboardThread:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the page and its thread."""
-        if self._loop is not None and self._stop is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+        if self._loop is not None and self._stop is not None:
+            # A page that did not start ends its loop by itself, at any moment.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

@@ -426,18 +426,17 @@ async def test_load_that_does_not_fit_its_shape_is_said_and_ends_nothing() -> No
 
 
 async def test_a_taken_port_is_one_line_and_leaves_nothing() -> None:
-    taken = bind("127.0.0.1", 0)
-    taken.listen(1)
-    port = int(taken.getsockname()[1])
-    page = DashboardServer(DashboardSettings(admin_address="127.0.0.1:9", port=port))
-    with pytest.raises(StartRefused, match=str(port)):
-        await page.start()
-    await page.stop()
-    actor = DashboardActor("127.0.0.1:9", port=port)
-    with pytest.raises(StartRefused, match=str(port)):
-        await asyncio.to_thread(actor.start)
-    await asyncio.to_thread(actor.stop)
-    taken.close()
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen(1)
+        port = int(taken.getsockname()[1])
+        page = DashboardServer(DashboardSettings(admin_address="127.0.0.1:9", port=port))
+        with pytest.raises(StartRefused, match=str(port)):
+            await page.start()
+        await page.stop()
+        actor = DashboardActor("127.0.0.1:9", port=port)
+        with pytest.raises(StartRefused, match=str(port)):
+            await asyncio.to_thread(actor.start)
+        await asyncio.to_thread(actor.stop)
 
 
 async def test_the_actor_serves_in_a_thread_of_its_own() -> None:
