@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
+SEEDS ?= 20
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -55,8 +56,8 @@ proto: setup  ## regenerate moe_serve/rpc/v1 from protos/
 docs: setup  ## check links, the tree and the module names of docs/
 	$(PYTEST) tests/architecture/test_docs.py
 
-sim: setup  ## run the simulator's tests: make sim SEED=7
-	$(PYTEST) tests/simulation -p no:randomly --seed $(SEED)
+sim: setup  ## run the simulator's tests: make sim SEED=7 SEEDS=200
+	$(PYTEST) tests/simulation -p no:randomly --seed $(SEED) --seeds $(SEEDS)
 
 chaos: setup  ## kill, pause and partition parts of a running service
 	$(PYTEST) tests/chaos

@@ -37,6 +37,7 @@ settings.register_profile(
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("moe_serve")
     group.addoption("--seed", type=int, default=1, help="first seed of the simulated worlds")
+    group.addoption("--seeds", type=int, default=20, help="simulated worlds, each of its own seed")
     group.addoption("--explore", action="store_true", help="Hypothesis draws new examples")
     group.addoption("--rewrite", action="store_true", help="write golden transcripts anew")
 

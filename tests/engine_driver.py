@@ -39,6 +39,10 @@ from tests.builders import make_address, make_demand, make_topology, make_window
 ShardCommand = ReserveSlot | CopyExpert | VerifyExpert | AbortAdd | ReleaseSlot | SetRankSlots
 
 
+WAKES_MAX = 1000
+"""Times an engine of a few ranks may want to be woken during one `wait`."""
+
+
 class EngineDriver:
     """`hold`: command types that are kept in `held` instead of being answered."""
 
@@ -207,10 +211,13 @@ class EngineDriver:
     def wait(self, seconds: float) -> None:
         """Let time pass, in steps that stop at every WakeAt."""
         end_s = self.now_s + seconds
-        while self.now_s < end_s:
+        for _ in range(WAKES_MAX):
+            if self.now_s >= end_s:
+                return
             wake_s = self.engine.state.wake_at_s
             self.now_s = min(end_s, max(wake_s, self.now_s + 1e-6))
             self.feed(ev.TimerFired(at_s=0.0))
+        raise AssertionError(f"woken {WAKES_MAX} times in {seconds} s: it waits for a time in vain")
 
     # -- looking ---------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from placement.engine.state import (
 from placement.engine.steps import ADD_USE, COPYING, REMOVE_USE, REMOVING
 from placement.layout import EMPTY, ExpertLayout, SlotId
 from placement.messages.effects import Transition
-from placement.migration import AddState, RemoveState
+from placement.migration import AddState, RemoveState, is_terminal
 from placement.planner.plan import Plan, PlannedStep, StepKind
 from placement.topology import MoeSpec
 
@@ -70,7 +70,7 @@ def restart(
     # Until the routers have had time to register, none of them being known does not mean that none
     # is there.
     state.acks_count_from_s = start_s + router_silence_s
-    state.parked = {i: s for i, s in state.parked.items() if s.state == AddState.VERIFIED}
+    state.parked = {i: s for i, s in state.parked.items() if not is_terminal(s.step.kind, s.state)}
     for rank in state.ranks:
         if rank.status is RankStatus.LIVE:
             rank.status = RankStatus.RESTORED

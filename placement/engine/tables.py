@@ -20,7 +20,7 @@ from placement.engine.steps import fire
 from placement.engine.turn import Turn
 from placement.layout import ABSENT, EMPTY, ExpertLayout, SlotId
 from placement.messages.effects import PublishTable
-from placement.migration import AddState, RemoveState, StepEvent
+from placement.migration import AddState, RemoveState, StepEvent, is_terminal
 from placement.planner.plan import StepKind
 from placement.routing import RoutingTable, build_table
 
@@ -54,8 +54,11 @@ def publish(turn: Turn, unlist: list[StepRun]) -> None:
 
 
 def _list_verified(turn: Turn, leaving: frozenset[SlotId]) -> None:
-    """VERIFIED slots become LISTED: those of adds by their machine, adopted ones at once; no expert
-    twice on a rank."""
+    """VERIFIED slots become LISTED: those of adds by their machine, adopted ones at once.
+
+    No expert twice on a rank: an add within its rank (out of a slot that is to be given up) whose
+    removal was called off is aborted. Left VERIFIED, it would ask for one table after the other.
+    """
     steps = list(turn.state.parked.values())
     if turn.state.run is not None:
         steps.extend(turn.state.run.steps.values())
@@ -71,16 +74,21 @@ def _list_verified(turn: Turn, leaving: frozenset[SlotId]) -> None:
             if s.use is SlotUse.LISTED and SlotId(rank.rank, index) not in leaving
         }
         for index, slot in enumerate(rank.slots):
-            if slot.use is not SlotUse.VERIFIED or slot.key in listed:
+            if slot.use is not SlotUse.VERIFIED:
+                continue
+            found = adds.get(SlotId(rank.rank, index))
+            if slot.key in listed:
+                assert found is not None, f"rank {rank.rank} took up key {slot.key} twice"
+                fire(turn, found, StepEvent.CANCELLED, "its rank still lists the expert")
                 continue
             listed.add(slot.key)
-            found = adds.get(SlotId(rank.rank, index))
             if found is None:
                 slot.use = SlotUse.LISTED
                 continue
             found.epoch = turn.state.epoch
             fire(turn, found, StepEvent.PUBLISHED)
-    turn.state.parked = {k: s for k, s in turn.state.parked.items() if s.state == AddState.VERIFIED}
+    parked = turn.state.parked
+    turn.state.parked = {k: s for k, s in parked.items() if not is_terminal(s.step.kind, s.state)}
 
 
 def listed_table(turn: Turn) -> RoutingTable:

@@ -64,6 +64,8 @@ def _why_not(turn: Turn, event: WindowClosed) -> tuple[str, str] | None:
         return "target_outstanding", f"the {state.outstanding.cause} target is not answered yet"
     if not state.published or turn.layout().missing():
         return "not_ready", "not every expert has a listed replica"
+    if all(r.draining for r in state.ranks if r.holds):
+        return "not_ready", "every rank that lives is being emptied"
     if not has_demand(event.window):
         return "no_load", "nothing was asked for in this window"
     if turn.at_s < state.last_run_ended_at_s + config.cooldown_s:

@@ -7,11 +7,14 @@ import pytest
 from placement.config import RebalanceConfig
 from placement.messages import events as ev
 from placement.messages.effects import (
+    AbortAdd,
     ComputeTarget,
     CopyExpert,
     PublishTable,
     ReserveSlot,
+    SetRankSlots,
     VerifyExpert,
+    WakeAt,
 )
 from placement.migration import AddState, RemoveState
 from placement.planner import StepKind, WaveConfig, make_plan
@@ -179,6 +182,50 @@ def test_an_applied_plan_is_refused_when_a_host_of_its_expert_is_gone():
     assert "layer 0 expert 0 changed" in refused.message
 
 
+def test_a_move_within_a_shrinking_rank_that_is_called_off_gives_its_slot_back():
+    """Expert 2 is copied to a low slot of its rank and proved; before the table that would take the
+    high one away, another request ends the plan. The rank may not list it twice, so the copy goes,
+    and no table after the other is published for it."""
+    driver = filled([[0, 1, 2, 3], [0, 1]], slots=6)
+    driver.hold.add(CopyExpert)
+    ask(driver, ev.BudgetAsked, rank=0, budget_bytes=2000)
+    within = next(c for c in driver.held if c.rank == 0)
+    assert any(c.rank == 1 for c in driver.held)
+    for event in driver.run_shard(within):
+        driver.feed(event)
+    assert driver.engine.state.run.steps[within.step_id].state == AddState.VERIFIED
+    before = len(driver.tables)
+    driver.held = [c for c in driver.held if c is not within]
+    ask(driver, ev.BudgetAsked, rank=1, budget_bytes=5000)
+    assert len(driver.tables) <= before + 1
+    aborted = [t for t in driver.transitions if t.step_id == within.step_id][-1]
+    assert aborted.after == AddState.ABORTED
+    driver.let_go()
+    driver.wait(20.0)
+    assert [r.num_slots for r in driver.engine.state.ranks] == [2, 5]
+    assert driver.table.missing() == ()
+    driver.check_agreement()
+
+
+def test_a_budget_that_waits_for_a_plan_to_end_asks_for_no_time_that_is_over():
+    """The wish is told to the shard again after a while, but not while a plan runs: then the end of
+    the plan is waited for, not the clock."""
+    driver = two_ranks(slots=4)
+    driver.hold |= {CopyExpert, SetRankSlots, AbortAdd}
+    driver.close_window(HOT)
+    other = 1 - driver.held[0].rank
+    ask(driver, ev.BudgetAsked, rank=other, budget_bytes=5000)
+    assert driver.engine.state.run is not None
+    driver.now_s += 6.0
+    (wake,) = [c for c in driver.feed(ev.TimerFired(at_s=0.0)).commands if isinstance(c, WakeAt)]
+    assert wake.at_s > driver.now_s
+    driver.let_go()
+    driver.wait(6.0)
+    assert driver.engine.state.run is None
+    assert driver.engine.state.ranks[other].num_slots == 5
+    driver.check_agreement()
+
+
 # -- answers out of order ------------------------------------------------------------------------
 
 
@@ -257,6 +304,17 @@ def test_a_rank_that_is_lost_before_it_ever_came_costs_no_table():
     driver.join(1)
     driver.feed(ev.RankLost(at_s=0.0, rank=2, incarnation=1, reason="never started"))
     assert len(driver.tables) == 1
+    assert driver.table.missing() == ()
+
+
+def test_when_only_a_rank_that_is_being_emptied_is_left_it_goes_on_serving():
+    driver = filled([[0, 1, 2, 3], [0]], slots=6)
+    driver.hold.add(CopyExpert)
+    assert ask(driver, ev.DrainAsked, rank=0).code == "ok"
+    driver.lose(1)
+    driver.close_window(HOT)
+    (kept,) = record(driver, "not_ready")
+    assert kept.detail == "every rank that lives is being emptied"
     assert driver.table.missing() == ()
 
 

@@ -113,7 +113,7 @@ def test_an_abort_of_a_running_copy_is_answered_when_the_copy_has_stopped():
     bench.run()
     tag = bench.sent[0].slot_tag
     bench.order(copy(source=-1, slot_tag=tag))
-    bench.run(0.01)
+    bench.run(0.005)
     assert bench.shards[0].slots.ledger.slots[0].copying
     bench.order(AbortAdd(step_id=1, slot=0, slot_tag=tag, **WHO))
     assert bench.run(0.005) == ["SlotReserved"]
