@@ -45,15 +45,16 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run_in(unpacked: Path, folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    # -I: neither the current folder nor PYTHONPATH. The installed libraries stay, the checkout
-    # (which an editable install puts on the path) goes.
+    # -I: neither the current folder nor PYTHONPATH. -B: what is unpacked stays as it is for the
+    # other tests, in whatever order they run. The installed libraries stay, the checkout (which an
+    # editable install puts on the path) goes.
     prologue = (
         "import sys\n"
         f"sys.path[:] = [{str(unpacked)!r}]"
         f" + [entry for entry in sys.path if entry != {str(ROOT)!r}]\n"
     )
     return subprocess.run(
-        [sys.executable, "-I", "-c", prologue + code],
+        [sys.executable, "-I", "-B", "-c", prologue + code],
         cwd=folder,
         capture_output=True,
         text=True,
