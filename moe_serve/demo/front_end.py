@@ -195,14 +195,16 @@ class FrontEnd:
         mask = torch.cat(
             [inputs["attention_mask"], torch.ones(output.shape[0], grown, dtype=torch.long)], 1
         )
-        # One sample a prompt: its own tokens, without the padding of the batch.
+        # Two samples a prompt, of its own tokens without the padding of the batch: as it came, and
+        # with what was written. Moves are short; more samples meet more of them.
         for row in range(output.shape[0]):
-            sequence = output[row : row + 1, mask[row].bool()]
-            began_s = time.monotonic()
-            remote = self._remote(sequence).logits
-            ended_s = time.monotonic()
-            diff = float((remote - self._local(sequence).logits).abs().max())
-            _say(ParityLine(began_s, ended_s, domain, diff, int(sequence.shape[1])))
+            whole = output[row : row + 1, mask[row].bool()]
+            for sequence in (whole[:, : whole.shape[1] - grown], whole):
+                began_s = time.monotonic()
+                remote = self._remote(sequence).logits
+                ended_s = time.monotonic()
+                diff = float((remote - self._local(sequence).logits).abs().max())
+                _say(ParityLine(began_s, ended_s, domain, diff, int(sequence.shape[1])))
         one = {name: tensor[:1] for name, tensor in inputs.items()}
         options = {
             "max_new_tokens": GREEDY_TOKENS,
