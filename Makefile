@@ -9,10 +9,10 @@ SEEDS ?= 20
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint fmt types cover proto docs sim chaos reference picture bench clean
+.PHONY: help setup demo test test-all lint fmt types cover proto docs sim chaos reference picture bench peers bench-placement test-adapters clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## create .venv with everything and compile the numba kernels
 
@@ -71,6 +71,16 @@ picture: setup  ## make README's picture of the page from a run of the demo
 bench: setup  ## ratios of the data path and of the compute backends
 	$(BIN)/python -m benchmarks.dataplane
 	$(BIN)/python -m benchmarks.compute
+
+peers: setup  ## fetch the published planners' files into .peers/ (unpacked, never committed)
+	$(BIN)/python -m benchmarks.placement_fetch
+
+test-adapters: setup  ## hold the adapters against the files that `make peers` fetches
+	@test -d "$${PEERS_DIR:-.peers}" || $(MAKE) peers
+	$(PYTEST) tests/adapters -m adapters
+
+bench-placement: setup  ## balance, writes and CPU of our planner beside published ones; seeds 0-9
+	$(BIN)/python -m benchmarks.placement --docs
 
 clean:  ## remove what tools and builds left; .venv stays
 	rm -rf build dist .coverage .coverage.* htmlcov .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

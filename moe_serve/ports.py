@@ -256,6 +256,10 @@ class RouterReport:
     dropped_replies ..."""
     quantiles: dict[str, float] = field(default_factory=dict)
     """dispatch_p50_s, dispatch_p99_s of the last report interval, loop_lag_s."""
+    queued_key: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    queued_pairs: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Pairs of requests that wait for a permit now, int64 [n], by key as in DemandReport: no count
+    since the last report but what stands in the queue."""
 
 
 class RouterPort(Protocol):

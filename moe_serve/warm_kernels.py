@@ -11,7 +11,11 @@ from collections.abc import Callable
 
 import moe_serve.router.kernels
 import moe_serve.shard.kernels
+import placement.eplb.even.kernels
+import placement.forecast.kernels
+import placement.policy.candidates.kernels
 import placement.policy.kernels
+import placement.policy.leveled.drops.kernels
 import placement.policy.leveled.kernels
 import placement.roles.kernels
 import placement.split.kernels
@@ -20,8 +24,12 @@ import placement.split.pairs.kernels
 WARMERS: tuple[Callable[[], None], ...] = (
     placement.split.kernels.warm,
     placement.split.pairs.kernels.warm,
+    placement.forecast.kernels.warm,
+    placement.policy.candidates.kernels.warm,
     placement.policy.kernels.warm,
+    placement.policy.leveled.drops.kernels.warm,
     placement.policy.leveled.kernels.warm,
+    placement.eplb.even.kernels.warm,
     placement.roles.kernels.warm,
     moe_serve.router.kernels.warm,
     moe_serve.shard.kernels.warm,

@@ -30,10 +30,14 @@ class RebalanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Equal parts of a window that demand is kept at."""
     balance_enough: Share = 0.97
     """Balancedness at or above which a layer is left alone before anything is computed."""
+    balance_band: Share = 0.01
+    """A layer once below `balance_enough` is planned until it is this much above it. A plan must
+    save at least this share of its layers' seconds."""
     regret_decay: Share = 0.9
     """Factor on accumulated regret (seconds lost) at each window."""
     cooldown_s: Seconds = 4.0
-    """Least time between the end of a plan and the start of the next automatic one."""
+    """Least time between a plan and the next automatic one for the same layers; a detected shift
+    ends it. Doubled for layers whose last moves did not bring what they promised."""
     plan_life_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] = 60.0
     """Expected life of a plan: predicted saving is counted over this time."""
     target_timeout_s: Seconds = 30.0

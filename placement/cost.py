@@ -17,6 +17,7 @@ what reading it costs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final
 
@@ -73,6 +74,14 @@ def crossover_pairs(spec: MoeSpec, profile: DeviceProfile) -> float:
     )
 
 
+def least_crossover(spec: MoeSpec, profiles: Iterable[DeviceProfile]) -> float:
+    """`crossover_pairs` of the profile where it is lowest; 0 without profiles.
+
+    Over ranks of different devices, a batch is taken as memory-bound only where it is on all.
+    """
+    return min((crossover_pairs(spec, profile) for profile in profiles), default=0.0)
+
+
 def expected_experts(tokens: float, spec: MoeSpec) -> float:
     """Distinct experts a batch uses if every expert is equally likely: E (1 - (1 - k /
     E)^tokens).
@@ -91,6 +100,31 @@ def regime(tokens: float, spec: MoeSpec, profile: DeviceProfile) -> Regime:
         return Regime.MEMORY
     pairs_an_expert = tokens * spec.top_k / expected_experts(tokens, spec)
     return Regime.COMPUTE if pairs_an_expert >= crossover_pairs(spec, profile) else Regime.MEMORY
+
+
+def pair_equivalents(
+    demand: npt.ArrayLike, batch_tokens: float, spec: MoeSpec, profile: DeviceProfile
+) -> FloatArray:
+    """What a phase's demand costs, as the pairs a second that would take as long to compute.
+
+    demand: [..., experts], pairs a second of layers (and scenarios). batch_tokens: tokens of a
+    layer call, 0 = unknown. Compute-bound batches, and unknown ones, cost their pairs. In a
+    memory-bound one an expert costs one reading in each call that uses it, however many pairs:
+    calls a second x the chance that a batch uses it, 1 - (1 - its share of tokens)^tokens, x
+    `crossover_pairs`.
+
+    Example: 64 experts, top-2, 8 tokens a call, 100 calls a second. An expert that half of the
+    tokens want is used in 99.6% of calls and costs 99.6 readings a second; one that a hundredth
+    wants costs 7.7. Their pairs are 400 and 8.
+    """
+    pairs = np.asarray(demand, dtype=np.float64)
+    if batch_tokens <= 0 or regime(batch_tokens, spec, profile) is Regime.COMPUTE:
+        return pairs
+    tokens = pairs.sum(axis=-1, keepdims=True) / spec.top_k
+    share = np.minimum(np.divide(pairs, tokens, out=np.zeros_like(pairs), where=tokens > 0), 1.0)
+    calls = tokens / batch_tokens
+    readings: FloatArray = calls * (1.0 - (1.0 - share) ** batch_tokens)
+    return readings * crossover_pairs(spec, profile)
 
 
 def seconds_per_pair(spec: MoeSpec, topology: Topology) -> FloatArray:

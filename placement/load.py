@@ -25,6 +25,10 @@ Seconds = npt.NDArray[np.float64]
 _Number = TypeVar("_Number", np.int64, np.float64)
 
 
+def _unknown() -> Counts:
+    return np.zeros((0, 0, 0), dtype=np.int64)
+
+
 class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One closed window of `end_s - start_s` seconds.
 
@@ -33,7 +37,9 @@ class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     hedges included). rank_pairs: int64 [ranks, layers], pairs each rank computed (for the served
     balance). rank_busy_s: float64 [ranks, phases], seconds of compute each rank reported.
     sources_missing: routers and shards that did not report in time; their counts are absent, not
-    zero.
+    zero. queued: int64 [phases, layers, experts], pairs of requests that waited in routers for a
+    permit when the window closed: demand of a later window, in no count of this one. Zeros where
+    nothing waited or nobody knows.
     """
 
     index: int
@@ -44,6 +50,13 @@ class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     rank_pairs: Counts
     rank_busy_s: Seconds
     sources_missing: tuple[str, ...] = ()
+    queued: Counts = msgspec.field(default_factory=_unknown)
+
+    def __post_init__(self) -> None:
+        """Windows written before `queued` existed, or made without it, get its zeros."""
+        if not self.queued.size:
+            zeros = np.zeros(self.demand.shape[1:], dtype=np.int64)
+            msgspec.structs.force_setattr(self, "queued", _frozen(zeros))
 
 
 class DemandReport(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -172,6 +185,7 @@ class LoadFolder:
         self._shape = _Shape(sub_windows, num_layers, num_experts, num_ranks)
         self._sub_window_s = window_s / sub_windows
         self._lives: dict[str, dict[int, _Life]] = {}
+        self._queued: dict[str, tuple[npt.NDArray[np.int32], Counts]] = {}
         self._expected: set[str] = set()
         self._index = 0
         self._open(start_s)
@@ -186,6 +200,7 @@ class LoadFolder:
         """The source is gone for good: it is missed no longer. What it counted stays."""
         self._expected.discard(source)
         self._lives.pop(source, None)
+        self._queued.pop(source, None)
 
     def acked_seq(self, source: str, incarnation: int) -> int:
         """Highest `seq` up to which every report of the incarnation is counted; NOTHING_ACKED
@@ -230,6 +245,15 @@ class LoadFolder:
         np.add.at(self._rank_busy_s[report.rank], phase_of, seconds)
         return True
 
+    def set_queued(self, source: str, key: npt.NDArray[np.int32], pairs: Counts) -> None:
+        """What waits in a router now, in place of what it said before: no count, so said twice it
+        counts once. Until the window closes it is the newest word; it is not kept for the next.
+
+        key, pairs: as in DemandReport. Raises LoadError as `add_demand`; the word before stands.
+        """
+        self._check(source, key, pairs)
+        self._queued[source] = (key, pairs)
+
     def close(self, at_s: float) -> LoadWindow:
         """The open window, ended at `at_s`; the next one opens at once. What arrives later falls
         into that one.
@@ -247,6 +271,7 @@ class LoadFolder:
             rank_pairs=_frozen(self._rank_pairs),
             rank_busy_s=_frozen(self._rank_busy_s),
             sources_missing=tuple(sorted(self._expected - self._heard)),
+            queued=_frozen(self._waiting()),
         )
         self._index += 1
         self._open(at_s)
@@ -261,6 +286,14 @@ class LoadFolder:
         self._rank_pairs: Counts = np.zeros((shape.num_ranks, shape.num_layers), dtype=np.int64)
         self._rank_busy_s: Seconds = np.zeros((shape.num_ranks, NUM_PHASES), dtype=np.float64)
         self._heard: set[str] = set()
+        self._queued.clear()
+
+    def _waiting(self) -> Counts:
+        shape = self._shape
+        queued: Counts = np.zeros((NUM_PHASES, shape.num_layers, shape.num_experts), dtype=np.int64)
+        for key, pairs in self._queued.values():
+            np.add.at(queued.reshape(-1), key, pairs)
+        return queued
 
     def _sub_window(self, at_s: float) -> int:
         part = int((at_s - self._start_s) / self._sub_window_s)

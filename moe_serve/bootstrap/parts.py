@@ -24,6 +24,8 @@ from moe_serve.shard.work_queue import QueueLimits
 from moe_serve.weights import Checkpoint, WeightsError
 from moe_serve.wire.security import CurveKeys
 from moe_serve.wire.sockets import WireOptions
+from placement.cost import least_crossover
+from placement.roles.router_records import RouterRules
 from placement.topology import DeviceProfile, MoeSpec
 
 PACKAGE_PREFIX = "package:"
@@ -129,6 +131,7 @@ class PartsPlan:
         """Settings of one router incarnation on a node. Router names end in their number."""
         config = self.config
         security = config.security
+        profiles = [self.profile(group.profile) for group in config.fleet.ranks]
         return RouterSettings(
             router=router,
             router_number=int(router.rsplit("-", 1)[1]),
@@ -139,6 +142,7 @@ class PartsPlan:
             port=port,
             checkpoint_layers=self.checkpoint_layers,
             simulated=any(group.backend == "emulated" for group in config.fleet.ranks),
+            rules=RouterRules(memory_bound_pairs=least_crossover(self.spec, profiles)),
             limits=RpcLimits(max_message_bytes=config.limits.max_message_bytes),
             max_open_rows=config.limits.max_rows_in_flight,
             ledger_entries=config.limits.ledger_rows_max,

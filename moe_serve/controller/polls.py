@@ -185,6 +185,7 @@ class Polls:
         for demand in report.reports:
             part.source = demand.source
             self._folder.add_demand(demand, now_s)
+        self._folder.set_queued(name, report.queued_key, report.queued_pairs)
         if report.applied_epoch > part.applied:
             part.applied = report.applied_epoch
             await self._post(TableApplied(at_s=0.0, router=name, epoch=part.applied))

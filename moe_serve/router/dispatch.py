@@ -206,6 +206,7 @@ class RouterCore:
         since the last report.
         """
         at_s = self._clock()
+        queued_key, queued_pairs = self.demand.queued()
         return RouterReport(
             router=self.settings.router,
             incarnation=self.settings.incarnation,
@@ -215,6 +216,8 @@ class RouterCore:
             suspects=self.role.suspects(at_s),
             counters=self._counters(),
             quantiles=self.pulse.take_quantiles(),
+            queued_key=queued_key,
+            queued_pairs=queued_pairs,
         )
 
     def _counters(self) -> dict[str, float]:
@@ -223,11 +226,7 @@ class RouterCore:
         counters |= self.pulse.counters()
         counters["demand_pairs"] = float(self.demand.total_pairs)
         counters["dropped_replies"] = float(self.role.dropped_replies)
-        counters["open_requests"] = float(self._permits.requests)
-        counters["open_rows"] = float(self._permits.rows)
-        counters["waiting_requests"] = float(self._permits.waiting)
-        counters["rejected"] = float(self._permits.refused)
-        return counters
+        return counters | self._permits.counters()
 
     # ------------------------------------------------------------------------------- a request
 
@@ -240,7 +239,8 @@ class RouterCore:
         """
         rows = int(request.hidden.shape[0])
         began_s = self._clock()
-        permit = await self._permits.take(rows, began_s + timeout_s)
+        with self.demand.waits(request):
+            permit = await self._permits.take(rows, began_s + timeout_s)
         try:
             output = await self._forward(request, began_s + timeout_s)
         except MoeServeError:

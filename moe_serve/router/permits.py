@@ -47,6 +47,15 @@ class Permits:
         """Requests that wait for a permit."""
         return self._admission.waiting
 
+    def counters(self) -> dict[str, float]:
+        """How many are at work and wait now, and how many were refused since the start."""
+        return {
+            "open_requests": float(self.requests),
+            "open_rows": float(self.rows),
+            "waiting_requests": float(self.waiting),
+            "rejected": float(self.refused),
+        }
+
     async def take(self, rows: int, deadline_at_s: float) -> int:
         """Wait for a permit, no longer than until `deadline_at_s`; give it back with `give_back`.
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from placement.engine.outlook import scenarios_of
-from placement.engine.runs import RETRY_S, cleanup_plan, start_run
+from placement.engine.outlook import scenarios_of, wary_scenarios
+from placement.engine.runs import RETRY_S, cleanup_plan, start_run, terms_of
 from placement.engine.state import (
     NEVER_S,
     Outstanding,
@@ -152,10 +152,16 @@ def _resize_ranks(turn: Turn) -> None:
 
 
 def ask_target(
-    turn: Turn, cause: str, *, asked_by: int = -1, policy: str = "", max_moves: int = -1
+    turn: Turn,
+    cause: str,
+    *,
+    asked_by: int = -1,
+    policy: str = "",
+    max_moves: int = -1,
+    layers: tuple[int, ...] | None = None,
 ) -> None:
     """Ask for a target. Automatic and asked plans have a budget of moves; what must be done has
-    none beyond itself."""
+    none beyond itself. layers: those out of balance, None = all."""
     state, config = turn.state, turn.config
     assert state.outstanding is None, "a target is already outstanding"
     request_id = state.next_request_id
@@ -169,6 +175,7 @@ def ask_target(
         asked_by=asked_by,
         policy=policy,
         max_moves=max_moves,
+        layers=layers or (),
     )
     limits: dict[str, int | None] = {"max_moves": config.max_moves, "max_bytes": config.max_bytes}
     if cause == "initial":
@@ -177,7 +184,7 @@ def ask_target(
         limits = {"max_moves": 0, "max_bytes": None}
     elif max_moves >= 0:
         limits["max_moves"] = max_moves
-    scenarios, weights = scenarios_of(turn)
+    scenarios, weights = wary_scenarios(turn) if cause == "auto" else scenarios_of(turn)
     topology, layout = turn.topology(), turn.layout()
     request = PolicyInput(
         spec=turn.spec,
@@ -198,7 +205,9 @@ def ask_target(
         max_moves=limits["max_moves"],
         max_bytes=limits["max_bytes"],
         byte_price=config.byte_price,
-        balance_enough=config.balance_enough,
+        # Below the band a layer is planned until it is above it: else it would soon be back.
+        balance_enough=terms_of(config).stop if layers is not None else config.balance_enough,
+        layers=layers,
     )
     turn.commands.append(
         ComputeTarget(

@@ -27,6 +27,7 @@ from placement.engine.steps import ADD_USE, COPYING, REMOVE_USE, REMOVING
 from placement.layout import EMPTY, ExpertLayout, SlotId
 from placement.messages.effects import Transition
 from placement.migration import AddState, RemoveState, is_terminal
+from placement.planner.gate import initial_gate
 from placement.planner.plan import Plan, PlannedStep, StepKind
 from placement.topology import MoeSpec
 
@@ -60,7 +61,9 @@ def restart(
     state.next_step_id = max(state.next_step_id, first_step_id(term))
     state.epoch = max(state.epoch, first_epoch - 1)
     state.now_s = state.started_at_s = state.published_at_s = start_s
-    state.last_run_ended_at_s = -1e18
+    # Its times are of another clock, and what was lost before the restart is over.
+    state.gate = initial_gate(spec.num_layers)
+    state.candidate = state.failed_demand = None
     state.wake_at_s = NEVER_S
     state.outstanding = None
     state.asks, state.apply_next, state.realised = [], None, None

@@ -7,8 +7,11 @@ supervise and by whatever decides that a plan shall run (needs, target, admin).
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
+from placement.config import RebalanceConfig
 from placement.engine.state import (
     PlanRun,
     RankStatus,
@@ -21,6 +24,7 @@ from placement.engine.state import (
 from placement.engine.turn import Turn
 from placement.layout import SlotId
 from placement.migration import AddState, RemoveState, is_terminal
+from placement.planner.gate import Terms, moved
 from placement.planner.plan import Move, MoveKind, Plan, PlannedStep, StepKind
 
 RETRY_S = 5.0
@@ -57,10 +61,17 @@ def renumbered(turn: Turn, plan: Plan) -> Plan:
 
 
 def start_run(
-    turn: Turn, plan: Plan, cause: str, *, rule: str, regret_s: float = 0.0, plan_id: str = ""
+    turn: Turn,
+    plan: Plan,
+    cause: str,
+    *,
+    rule: str,
+    detail: str = "",
+    numbers: dict[str, float] | None = None,
+    plan_id: str = "",
 ) -> PlanRun:
     """Make the plan the running one. Nothing else may run. `plan_id`: the id it is already known
-    by."""
+    by. detail, numbers: what the rule saw, beside the plan's own figures."""
     assert turn.state.run is None, "a plan is already running"
     plan = renumbered(turn, plan)
     plan_id = plan_id or f"{turn.state.epoch}-{short_hash(plan)}"
@@ -80,17 +91,18 @@ def start_run(
     turn.record(
         rule,
         "started",
-        f"{cause} plan of {len(plan.moves)} moves in {len(plan.steps)} steps",
+        f"{cause} plan of {len(plan.moves)} moves in {len(plan.steps)} steps"
+        + (f"; {detail}" if detail else ""),
         plan_id=plan_id,
         numbers={
             "moves": float(len(plan.moves)),
             "cost_s": plan.cost_s,
             "gain_s_per_s": plan.gain_s_per_s,
-            "regret_s": regret_s,
             "balancedness_before": plan.balancedness_before,
             "balancedness_after": plan.balancedness_after,
             "cross_node_bytes": float(plan.cross_node_bytes),
-        },
+        }
+        | (numbers or {}),
         expected_gain_s_per_s=plan.gain_s_per_s,
         copy_bytes=plan.copy_bytes,
     )
@@ -119,7 +131,10 @@ def _record_move(turn: Turn, run: PlanRun, move: Move, outcome: str, detail: str
 
 
 def cleanup_plan(turn: Turn) -> Plan | None:
-    """Removals of every orphan slot; None where there is none."""
+    """Removals of every orphan slot; None where there is none. Slots are looked at once a
+    revision: orphans come with a rank that joins, and that makes a new one."""
+    if turn.cache.clean_at_revision == turn.state.revision:
+        return None
     steps = []
     for rank in turn.state.ranks:
         if rank.status is not RankStatus.LIVE:
@@ -129,6 +144,7 @@ def cleanup_plan(turn: Turn) -> Plan | None:
                 layer, expert = divmod(slot.key, turn.spec.num_experts)
                 steps.append((rank.rank, index, layer, expert))
     if not steps:
+        turn.cache.clean_at_revision = turn.state.revision
         return None
     return Plan(
         moves=tuple(
@@ -238,9 +254,10 @@ def finish_run(turn: Turn) -> None:
     )
     state.copy_bytes_done += run.copied_bytes
     state.run = None
+    layers = [f.layer for f in run.plan.layers]
     if run.cause in CHOSEN_CAUSES:
-        state.last_run_ended_at_s = turn.at_s
-    state.regret_s = 0.0
+        state.gate = moved(state.gate, layers, turn.at_s, terms_of(turn.config))
+    forget_candidate(turn, layers)
     if done and run.plan.gain_s_per_s > 0.0:
         state.realised = Realised(
             plan_id=run.plan_id,
@@ -248,4 +265,26 @@ def finish_run(turn: Turn) -> None:
             expected_gain_s_per_s=run.plan.gain_s_per_s,
             before=run.before,
             after=turn.layout(),
+            cost_s=run.plan.cost_s,
+            promised={f.layer: f.gain_s_per_s for f in run.plan.layers},
         )
+
+
+def terms_of(config: RebalanceConfig) -> Terms:
+    """Settings of the gate."""
+    return Terms(
+        start=config.balance_enough,
+        band=config.balance_band,
+        window_s=config.window_s,
+        decay=config.regret_decay,
+        plan_life_s=config.plan_life_s,
+        cooldown_s=config.cooldown_s,
+    )
+
+
+def forget_candidate(turn: Turn, layers: Collection[int]) -> None:
+    """Layers that changed: the target kept for them is none any more."""
+    kept = turn.state.candidate
+    if kept is not None:
+        left = tuple(layer for layer in kept.layers if layer not in layers)
+        turn.state.candidate = msgspec.structs.replace(kept, layers=left) if left else None

@@ -23,6 +23,7 @@ from placement.layout import ABSENT, EMPTY, ExpertLayout, IntArray
 from placement.load import LoadHistory
 from placement.messages.codec import decode_as, encode
 from placement.messages.events import DrainCause
+from placement.planner.gate import FloatArray, GateState, initial_gate
 from placement.planner.plan import Plan, PlannedStep
 from placement.routing import RankAddress
 from placement.topology import NUM_PHASES, DeviceProfile, MoeSpec, RankSpec, Topology
@@ -159,7 +160,7 @@ class PlanRun(msgspec.Struct, kw_only=True):
 
 class Outstanding(msgspec.Struct, kw_only=True):
     """The one ComputeTarget without an answer. `asked_by` >= 0: the operator's request it is
-    for."""
+    for. `layers`: the layers it names."""
 
     request_id: int
     revision: int
@@ -168,6 +169,7 @@ class Outstanding(msgspec.Struct, kw_only=True):
     asked_by: int = -1
     policy: str = ""
     max_moves: int = -1
+    layers: tuple[int, ...] = ()
 
 
 class StoredPlan(msgspec.Struct, kw_only=True):
@@ -189,13 +191,24 @@ class PlanAsk(msgspec.Struct, kw_only=True):
 
 
 class Realised(msgspec.Struct, kw_only=True):
-    """A finished plan whose gain is measured on the first whole window after it."""
+    """A finished plan whose gain is measured on the first whole window after it. `promised`:
+    predicted gain by layer."""
 
     plan_id: str
     ended_at_s: float
     expected_gain_s_per_s: float
     before: ExpertLayout
     after: ExpertLayout
+    cost_s: float = 0.0
+    promised: dict[int, float] = {}
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The last target that was not started: what regret is measured against. `layers`: of these,
+    ascending; `slots`: int32 [ranks, slots], as in a layout."""
+
+    layers: tuple[int, ...]
+    slots: IntArray
 
 
 class EngineState(msgspec.Struct, kw_only=True):
@@ -230,8 +243,11 @@ class EngineState(msgspec.Struct, kw_only=True):
     apply_next: StoredPlan | None = None
     stored: list[StoredPlan] = []
     retry_at_s: dict[str, float] = {}
-    regret_s: float = 0.0
-    last_run_ended_at_s: float = -1e18
+    gate: GateState = msgspec.field(default_factory=lambda: initial_gate(0))
+    candidate: Candidate | None = None
+    failed_demand: FloatArray | None = None
+    """Demand of each layer in the last windows in which its moves failed, newest first: float64
+    [FAILURES_KEPT, phases, layers, experts], pairs a second; zeros where they did not."""
     history: LoadHistory
     forecast: ForecastState
     realised: Realised | None = None
@@ -294,6 +310,7 @@ def initial(
         paused=paused,
         next_step_id=first_step_id(term),
         ranks=ranks,
+        gate=initial_gate(spec.num_layers),
         history=LoadHistory(kept=config.windows_kept),
         forecast=initial_state(
             num_phases=NUM_PHASES, num_layers=spec.num_layers, num_experts=spec.num_experts

@@ -8,6 +8,7 @@ about plans. Called by supervise, ranks and the engine's answers.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from placement.cost import copy_seconds
 from placement.engine.state import NEVER_S, RankStatus, SlotUse, StepRun, shown_key
@@ -201,9 +202,10 @@ def find_source(turn: Turn, run: StepRun) -> CopySource:
     """Nearest proved replica (own rank, own node, another node), least busy first; the checkpoint
     where none lives."""
     target = turn.rank(run.step.slot.rank)
-    busy = copies_out_of(turn)
+    hosts = turn.layout().slots_of(run.step.layer, run.step.expert)
+    busy = copies_out_of(turn.open_steps(turn.state.copying)) if hosts else {}
     best: tuple[tuple[bool, bool, int, int], SlotId] | None = None
-    for slot_id in turn.layout().slots_of(run.step.layer, run.step.expert):
+    for slot_id in hosts:
         rank = turn.rank(slot_id.rank)
         if rank.status is not RankStatus.LIVE or rank.suspected_at_s != NEVER_S:
             continue
@@ -222,9 +224,8 @@ def find_source(turn: Turn, run: StepRun) -> CopySource:
     return CopySource(rank=rank.rank, slot=best[1].index, slot_tag=tag, address=rank.address)
 
 
-def copies_out_of(turn: Turn) -> dict[int, int]:
-    """Copies running out of each rank (checkpoint reads are -1)."""
-    copying = turn.open_steps(turn.state.copying)
+def copies_out_of(copying: Sequence[StepRun]) -> dict[int, int]:
+    """Copies running out of each rank (checkpoint reads are -1), of the adds under way."""
     return Counter([s.source_rank for s in copying if s.state != AddState.ABORTING])
 
 

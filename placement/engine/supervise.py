@@ -60,10 +60,11 @@ def _begin_adds(turn: Turn, run: PlanRun) -> bool:
     if not run.waiting:
         return False
     moved = False
-    into = Counter([s.step.slot.rank for s in turn.open_steps(turn.state.copying)])
+    copying = turn.open_steps(turn.state.copying)
+    into = Counter([s.step.slot.rank for s in copying])
     most = turn.config.wave_adds_per_rank
     open_ranks = sorted(rank for rank in run.waiting if into[rank] < most)
-    busy = copies_out_of(turn) if open_ranks else {}
+    busy = copies_out_of(copying) if open_ranks else {}
     for rank in open_ranks:
         spare = most - into[rank]
         still: list[int] = []
@@ -202,8 +203,11 @@ def recall_needed(turn: Turn, lost_slots: frozenset[tuple[int, int]]) -> None:
 
 def pass_deadlines(turn: Turn) -> None:
     """Let the time that is over happen to steps and routers."""
-    open_now = turn.open_steps(turn.state.copying | turn.state.removing)
-    for step in [s for s in open_now if turn.at_s >= s.deadline_s]:
+    due: list[StepRun] = []
+    if turn.at_s >= turn.soonest_deadline_s():  # looked at after every event, over hardly ever
+        open_now = turn.open_steps(turn.state.copying | turn.state.removing)
+        due = [s for s in open_now if turn.at_s >= s.deadline_s]
+    for step in due:
         step_id, before = step.step.step_id, step.state
         if step.step.kind is StepKind.REMOVE and before in (
             RemoveState.UNLISTED,

@@ -31,7 +31,7 @@ def ask_to_be_woken(turn: Turn) -> None:
     state = turn.state
     if state.wake_at_s <= turn.at_s:
         state.wake_at_s = NEVER_S
-    soonest = min(_times(turn), default=NEVER_S)
+    soonest = min(_times(turn))
     if soonest < state.wake_at_s:
         state.wake_at_s = soonest
         turn.commands.append(WakeAt(at_s=soonest))
@@ -39,19 +39,20 @@ def ask_to_be_woken(turn: Turn) -> None:
 
 def _times(turn: Turn) -> list[float]:
     state = turn.state
-    times = [s.deadline_s for s in turn.open_steps(state.copying | state.removing)]
+    times = [turn.soonest_deadline_s()]
     if state.removing and state.acks_count_from_s > turn.at_s:
         times.append(state.acks_count_from_s)
     if state.outstanding is not None:
         times.append(state.outstanding.deadline_s)
     times.extend(at for at in state.retry_at_s.values() if at > turn.at_s)
     for rank in state.ranks:
-        times.append(rank.suspected_at_s + turn.config.rank_silence_s)
+        if rank.suspected_at_s != NEVER_S:
+            times.append(rank.suspected_at_s + turn.config.rank_silence_s)
         # A time that is over waits for the running plan to end: it is no time to be woken at.
         if rank.wanted_slots >= 0 and rank.resize_sent_at_s + RETRY_S > turn.at_s:
             times.append(rank.resize_sent_at_s + RETRY_S)
     times.extend(silence_ends_at(turn, r) for r in state.routers.values())
     grace = state.started_at_s + JOIN_GRACE_S
-    if grace > turn.at_s and any(r.status is not RankStatus.LIVE for r in state.ranks):
+    if grace > turn.at_s and not all([r.status is RankStatus.LIVE for r in state.ranks]):
         times.append(grace)
-    return [at for at in times if at < NEVER_S]
+    return times

@@ -1,28 +1,37 @@
-"""When the placement should follow the load: closed windows in, a started plan or a reason why not
-out.
+"""Windows and targets: when a layer is out of balance a target is asked for, and what comes of it.
 
 Responsible for the automatic trigger and for what becomes of computed targets. Plans nothing
 itself. Called by the engine.
 
-The rule: a layer in balance is left alone. Otherwise a target is computed, and what this window
-lost against it is added to the regret. The plan starts once it pays over its expected life and the
-regret has reached its cost.
+The rule: a layer in balance is left alone before anything is computed. For the others a target is
+asked that names them; `decision` says whether its moves start.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from placement.engine.decision import decide, layers_in_words
 from placement.engine.needs import SPOKEN_FOR, ask_target, forget_outstanding
-from placement.engine.outlook import expected_balance, has_demand, realised_gain, take_window
-from placement.engine.runs import back_off, start_run
+from placement.engine.outlook import (
+    FloatArray,
+    expected_balance,
+    has_demand,
+    remember_failure,
+    saved_by_candidate,
+    saving_by_layer,
+    take_window,
+)
+from placement.engine.runs import back_off, start_run, terms_of
+from placement.engine.shift import ShiftSeen, shift_seen
 from placement.engine.state import Outstanding, PlanAsk, StoredPlan, short_hash
 from placement.engine.turn import Turn
 from placement.layout import LayoutError
 from placement.load import LoadError
 from placement.messages.effects import Answer
 from placement.messages.events import TargetComputed, TargetFailed, WindowClosed
-from placement.planner import accumulate, plan_pays, prove, regret_reached
+from placement.planner import prove
+from placement.planner.gate import BoolArray, charge, due, initial_gate, paid_back, watch
 from placement.planner.plan import Plan
 
 STORED_PLANS_MAX = 8
@@ -36,26 +45,65 @@ def window_closed(turn: Turn, event: WindowClosed) -> None:
     except LoadError as error:
         turn.record("window_refused", "refused", str(error))
         return
+    state, terms = turn.state, terms_of(turn.config)
+    if len(state.gate.regret_s) != turn.spec.num_layers:
+        state.gate = initial_gate(turn.spec.num_layers)
     _tell_realised(turn, event)
-    state, config = turn.state, turn.config
+    state.gate = charge(state.gate, saved_by_candidate(turn, event.window), terms)
     why_not = _why_not(turn, event)
     if why_not is not None:
         rule, detail = why_not
-        turn.record(rule, "kept", detail, numbers={"regret_s": state.regret_s})
+        turn.record(rule, "kept", detail, numbers={"regret_s": float(state.gate.regret_s.sum())})
         return
     balance = expected_balance(turn)
+    shift = shift_seen(turn)
+    kept = np.zeros(turn.spec.num_layers, np.bool_)
+    if state.candidate is not None:
+        kept[list(state.candidate.layers)] = True
+    state.gate = watch(state.gate, balance, kept, terms)
+    if not (kept & state.gate.watched).any():
+        state.candidate = None
+    layers = due(state.gate, balance, shift.layers, turn.at_s, terms)
+    _decide_window(turn, balance, shift, layers)
+
+
+def _decide_window(turn: Turn, balance: FloatArray, shift: ShiftSeen, layers: BoolArray) -> None:
+    gate = turn.state.gate
     worst = int(np.argmin(balance))
-    numbers = {"worst_layer": float(worst), "worst_balancedness": float(balance[worst])}
-    if float(balance[worst]) >= config.balance_enough:
-        state.regret_s = accumulate(state.regret_s, 0.0, config.window_s, config.regret_decay)
-        turn.record("in_balance", "kept", numbers=numbers | {"regret_s": state.regret_s})
-        return
-    ask_target(turn, "auto")
-    turn.record("out_of_balance", "noted", "a target is being computed", numbers=numbers)
+    numbers = {
+        "worst_layer": float(worst),
+        "worst_balancedness": float(balance[worst]),
+        "layers_considered": float(layers.sum()),
+        "layers_resting": float((gate.watched & ~layers).sum()),
+        "layers_skipped": float((~gate.watched).sum()),
+        "regret_s": float(gate.regret_s.sum()),
+    } | shift.numbers
+    if layers.any():
+        found = tuple(np.flatnonzero(layers).tolist())
+        ask_target(turn, "auto", layers=found)
+        detail = f"a target is being computed for {layers_in_words(found)}"
+        turn.record("out_of_balance", "noted", _with(detail, shift), numbers=numbers)
+    elif gate.watched.any():
+        resting = np.flatnonzero(gate.watched)
+        until_s = float(gate.rest_until_s[resting].min())
+        vain = bool((gate.fruitless[resting] > 0).all())
+        detail = (
+            f"{layers_in_words(resting.tolist())} "
+            + ("rest: nothing worth having was found; " if vain else "cool down; ")
+            + f"looked at again at {until_s:.1f} s or after a shift"
+        )
+        rule = "nothing_better" if vain else "cooldown"
+        turn.record(rule, "kept", _with(detail, shift), numbers=numbers)
+    else:
+        turn.record("in_balance", "kept", _with("", shift), numbers=numbers)
+
+
+def _with(detail: str, shift: ShiftSeen) -> str:
+    return "; ".join(words for words in (detail, shift.words) if words)
 
 
 def _why_not(turn: Turn, event: WindowClosed) -> tuple[str, str] | None:
-    state, config = turn.state, turn.config
+    state = turn.state
     if state.paused:
         return "paused", "automatic plans are paused"
     if state.run is not None:
@@ -68,22 +116,32 @@ def _why_not(turn: Turn, event: WindowClosed) -> tuple[str, str] | None:
         return "not_ready", "every rank that lives is being emptied"
     if not has_demand(event.window):
         return "no_load", "nothing was asked for in this window"
-    if turn.at_s < state.last_run_ended_at_s + config.cooldown_s:
-        return "cooldown", f"the last plan ended less than {config.cooldown_s} s ago"
     return None
 
 
 def _tell_realised(turn: Turn, event: WindowClosed) -> None:
-    realised, window = turn.state.realised, event.window
+    state, realised, window = turn.state, turn.state.realised, event.window
     if realised is None or window.start_s < realised.ended_at_s:
         return
-    gain = realised_gain(turn, window, realised.before, realised.after)
-    turn.state.realised = None
+    found = saving_by_layer(turn, window, realised.before, realised.after, realised.promised)
+    state.realised = None
+    terms = terms_of(turn.config)
+    state.gate, failed = paid_back(state.gate, realised.promised, found, turn.at_s, terms)
+    remember_failure(turn, window, failed)
+    gain = sum(found.values(), 0.0)
     turn.record(
         "realised_gain",
         "done",
-        "measured on the first whole window after the plan, with its own demand",
+        "measured on the first whole window after the plan, with its own demand"
+        + (f"; {layers_in_words(failed)} got less than promised" if failed else ""),
         plan_id=realised.plan_id,
+        numbers={
+            "expected_gain_s_per_s": realised.expected_gain_s_per_s,
+            "realised_gain_s_per_s": gain,
+            "cost_s": realised.cost_s,
+            "layers": float(len(realised.promised)),
+            "layers_failed": float(len(failed)),
+        },
         expected_gain_s_per_s=realised.expected_gain_s_per_s,
         realised_gain_s_per_s=gain,
     )
@@ -129,7 +187,7 @@ def target_computed(turn: Turn, event: TargetComputed) -> None:
     if outstanding.cause == "asked":
         _store(turn, outstanding, event.plan)
     elif outstanding.cause == "auto":
-        _decide_auto(turn, event.plan)
+        decide(turn, event.plan, event.slots, outstanding.layers)
     elif event.plan.moves:
         start_run(turn, event.plan, outstanding.cause, rule=outstanding.cause)
     else:
@@ -161,36 +219,6 @@ def _ask_again(turn: Turn, outstanding: Outstanding) -> None:
             max_moves=outstanding.max_moves,
         ),
     )
-
-
-def _decide_auto(turn: Turn, plan: Plan) -> None:
-    state, config = turn.state, turn.config
-    state.regret_s = accumulate(
-        state.regret_s, plan.gain_s_per_s, config.window_s, config.regret_decay
-    )
-    numbers = {
-        "gain_s_per_s": plan.gain_s_per_s,
-        "cost_s": plan.cost_s,
-        "regret_s": state.regret_s,
-        "moves": float(len(plan.moves)),
-        "balancedness_before": plan.balancedness_before,
-        "balancedness_after": plan.balancedness_after,
-    }
-    if not plan.moves:
-        turn.record("nothing_better", "kept", "the policy keeps the layout", numbers=numbers)
-    elif not plan_pays(plan, config.plan_life_s):
-        turn.record(
-            "gain_below_cost",
-            "kept",
-            f"gain over {config.plan_life_s} s does not reach the cost of the copies",
-            numbers=numbers,
-        )
-    elif not regret_reached(state.regret_s, plan):
-        turn.record("regret_below_cost", "kept", numbers=numbers)
-    elif state.paused:
-        turn.record("paused", "kept", "paused while the target was computed", numbers=numbers)
-    else:
-        start_run(turn, plan, "auto", rule="regret_reached", regret_s=state.regret_s)
 
 
 def _store(turn: Turn, outstanding: Outstanding, plan: Plan) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from placement.config import RebalanceConfig
 from placement.engine.state import (
+    NEVER_S,
     EngineState,
     RankState,
     RankStatus,
@@ -23,6 +24,7 @@ from placement.engine.state import (
 from placement.layout import ExpertLayout, IntArray
 from placement.messages.effects import AnyCommand, Effects, Transition
 from placement.messages.records import DecisionRecord
+from placement.split import CompiledLayer, compile_layer
 from placement.topology import DeviceProfile, MoeSpec, Topology
 
 
@@ -33,6 +35,10 @@ class LayoutCache:
 
     slots: IntArray | None = None
     layout: ExpertLayout | None = None
+    compiled: dict[int, CompiledLayer] = field(default_factory=dict)
+    """Layers of the layout indexed for the split, as far as they were asked for."""
+    clean_at_revision: int = -1
+    """Revision of the state that was found without orphan slots."""
 
 
 @dataclass(slots=True)
@@ -105,8 +111,12 @@ class Turn:
         self.cache.layout = None
         if index < 0 or self.cache.slots is None:
             self.cache.slots = None
+            self.cache.compiled.clear()
             return
-        self.cache.slots[rank, index] = shown_key(self.state.ranks[rank].slots[index])
+        shown = shown_key(self.state.ranks[rank].slots[index])
+        for key in (int(self.cache.slots[rank, index]), shown):
+            self.cache.compiled.pop(key // self.spec.num_experts, None)
+        self.cache.slots[rank, index] = shown
 
     def layout(self) -> ExpertLayout:
         """What is listed or will be."""
@@ -117,6 +127,15 @@ class Turn:
                 self.cache.slots, self.spec.num_layers, self.spec.num_experts
             )
         return self.cache.layout
+
+    def compiled(self, layer: int) -> CompiledLayer:
+        """A layer of `layout`, indexed for the split."""
+        found = self.cache.compiled.get(layer)
+        if found is None:
+            expert, rank = self.layout().layer_slots(layer)
+            found = compile_layer(expert, rank, self.spec.num_experts, len(self.state.ranks))
+            self.cache.compiled[layer] = found
+        return found
 
     def topology(self) -> Topology:
         """Ranks as the next plan must see them."""
@@ -140,6 +159,15 @@ class Turn:
         steps = {} if run is None else run.steps
         parked = self.state.parked
         return [parked[i] if i in parked else steps[i] for i in sorted(ids)]
+
+    def soonest_deadline_s(self) -> float:
+        """Earliest deadline of a step that copies or is being removed; NEVER_S without one."""
+        state, steps = self.state, self.state.parked
+        if state.run is not None:
+            steps = state.run.steps if not steps else state.run.steps | steps
+        soonest = [steps[i].deadline_s for i in state.copying]
+        soonest += [steps[i].deadline_s for i in state.removing]
+        return min(soonest, default=NEVER_S)
 
     def find_step(self, step_id: int) -> StepRun | None:
         """A step that is still known, by id."""

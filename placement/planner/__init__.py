@@ -7,11 +7,13 @@ an expert should lie (policies do) and never run a step (the engine does).
 from placement.planner.compose import ALL_AT_ONCE, PlannerError, WaveConfig, make_plan
 from placement.planner.fit import fit, missing_slots, reachable_floor
 from placement.planner.gate import accumulate, plan_pays, regret_reached
-from placement.planner.plan import Move, MoveKind, Plan, PlannedStep, StepKind
+from placement.planner.part import choose_parts, part_of
+from placement.planner.plan import LayerFigure, Move, MoveKind, Plan, PlannedStep, StepKind
 from placement.planner.prove import prove
 
 __all__ = [
     "ALL_AT_ONCE",
+    "LayerFigure",
     "Move",
     "MoveKind",
     "Plan",
@@ -20,9 +22,11 @@ __all__ = [
     "StepKind",
     "WaveConfig",
     "accumulate",
+    "choose_parts",
     "fit",
     "make_plan",
     "missing_slots",
+    "part_of",
     "plan_pays",
     "prove",
     "reachable_floor",

@@ -12,7 +12,7 @@ from placement.cost import copy_seconds
 from placement.layout import ExpertLayout, SlotId
 from placement.planner.drafts import Draft, difference, draft_moves
 from placement.planner.order import Ordered, WaveLimits, order_moves
-from placement.planner.plan import Move, MoveKind, Plan, PlannedStep
+from placement.planner.plan import LayerFigure, Move, MoveKind, Plan, PlannedStep, StepKind
 from placement.planner.price import layer_gains, mean_demand, usable_balancedness
 from placement.planner.prove import prove
 from placement.policy.base import PolicyInput
@@ -132,7 +132,7 @@ def _priced(
     demand = mean_demand(request)
     moves: list[Move] = []
     copied = crossed = 0
-    cost_s = 0.0
+    costs = dict.fromkeys(layers, 0.0)
     for i, move_id in kept:
         draft = drafts[i]
         layer, expert = divmod(draft.key, num_experts)
@@ -145,7 +145,8 @@ def _priced(
         size = request.spec.expert_bytes if adds else 0
         copied += size
         crossed += size if cross else 0
-        cost_s += copy_seconds(size, copied_from, draft.target, topology) if adds else 0.0
+        if adds:
+            costs[layer] += copy_seconds(size, copied_from, draft.target, topology)
         moves.append(
             Move(
                 move_id=move_id,
@@ -159,7 +160,7 @@ def _priced(
                 reason=_reason(
                     draft, current, float(demand[layer, expert]), float(demand[layer].sum()), reason
                 ),
-                gain_s_per_s=gains[layer] / adds_in_layer[layer] if adds else 0.0,
+                gain_s_per_s=gains[layer][1] / adds_in_layer[layer] if adds else 0.0,
             )
         )
     return Plan(
@@ -167,11 +168,36 @@ def _priced(
         steps=steps,
         copy_bytes=copied,
         cross_node_bytes=crossed,
-        cost_s=cost_s,
-        gain_s_per_s=sum(gains.values(), 0.0),  # a float even where nothing moves
+        cost_s=sum(costs.values(), 0.0),  # floats even where nothing moves
+        gain_s_per_s=sum((gain for _, gain in gains.values()), 0.0),
         balancedness_before=usable_balancedness(current, demand, request),
         balancedness_after=usable_balancedness(after, demand, request),
         refused=_refused(ordered, drafts, num_experts),
+        layers=_figures(steps, gains, costs, request.byte_price * request.spec.slot_bytes),
+    )
+
+
+def _figures(
+    steps: tuple[PlannedStep, ...],
+    gains: dict[int, tuple[float, float]],
+    costs: dict[int, float],
+    slot_price: float,
+) -> tuple[LayerFigure, ...]:
+    writes, freed = dict.fromkeys(gains, 0), dict.fromkeys(gains, 0)
+    for step in steps:
+        adds = step.kind is StepKind.ADD
+        writes[step.layer] += adds
+        freed[step.layer] += -1 if adds else 1
+    return tuple(
+        LayerFigure(
+            layer=layer,
+            writes=writes[layer],
+            cost_s=costs[layer],
+            seconds_per_s=seconds,
+            gain_s_per_s=gain,
+            freed_s_per_s=slot_price * freed[layer],
+        )
+        for layer, (seconds, gain) in gains.items()
     )
 
 

@@ -66,6 +66,27 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     evictions)."""
 
 
+class LayerFigure(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan does to one layer, in seconds: the gate weighs layers apart.
+
+    writes: slots filled. cost_s: of their copies. seconds_per_s: of the layer's slowest rank
+    before, seconds a second; 0 where an expert had no replica. gain_s_per_s: what of it is saved.
+    freed_s_per_s: what the bytes given back are worth at `byte_price` (below 0 for bytes taken).
+    """
+
+    layer: int
+    writes: int
+    cost_s: float
+    seconds_per_s: float
+    gain_s_per_s: float
+    freed_s_per_s: float = 0.0
+
+    @property
+    def worth_s_per_s(self) -> float:
+        """Seconds saved a second, and what bytes given back are worth."""
+        return self.gain_s_per_s + self.freed_s_per_s
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """An ordered, priced way from one layout to another.
 
@@ -87,3 +108,5 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     balancedness_before: float
     balancedness_after: float
     refused: tuple[str, ...] = ()
+    layers: tuple[LayerFigure, ...] = ()
+    """Each layer that a step changes, ascending."""

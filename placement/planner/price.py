@@ -15,7 +15,7 @@ from placement.cost import seconds_per_pair
 from placement.layout import ExpertLayout
 from placement.policy.base import PolicyInput
 from placement.scoring import balancedness, rank_load
-from placement.split import level
+from placement.split import CompiledLayer, compile_layer, split_counts
 
 FloatArray = npt.NDArray[np.float64]
 _UNITS = 1 << 30
@@ -33,27 +33,35 @@ def layer_seconds(layout: ExpertLayout, layer: int, request: PolicyInput) -> flo
         return 0.0
     per_pair = seconds_per_pair(request.spec, request.topology)
     expert, rank = layout.layer_slots(layer)
+    compiled = compile_layer(expert, rank, layout.num_experts, layout.num_ranks)
     seconds = 0.0
     for weight, scenario in zip(request.weights.tolist(), request.scenarios, strict=True):
-        demand = scenario[:, layer].sum(axis=0)
-        total = float(demand.sum())
-        if total <= 0.0:
-            continue
-        counts = np.rint(demand * (_UNITS / total)).astype(np.int64)
-        tokens = level(expert, rank, counts, layout.num_ranks)
-        loads = np.bincount(rank, weights=tokens, minlength=layout.num_ranks) * (total / _UNITS)
+        loads = leveled_pairs(compiled, scenario[:, layer].sum(axis=0))
         seconds += weight * float((loads * per_pair).max())
     return seconds
 
 
+def leveled_pairs(compiled: CompiledLayer, demand: FloatArray) -> FloatArray:
+    """Pairs of each rank under the router's split of a fractional demand [experts]: float64
+    [ranks]."""
+    total = float(demand.sum())
+    if total <= 0.0:
+        return np.zeros(compiled.num_ranks, dtype=np.float64)
+    counts = np.rint(demand * (_UNITS / total)).astype(np.int64)
+    tokens = split_counts(compiled, counts)
+    loads = np.bincount(compiled.replica_rank, weights=tokens, minlength=compiled.num_ranks)
+    return np.asarray(loads * (total / _UNITS), dtype=np.float64)
+
+
 def layer_gains(
     before: ExpertLayout, after: ExpertLayout, layers: Iterable[int], request: PolicyInput
-) -> dict[int, float]:
-    """Seconds saved a second by layer; 0 for layers that had an expert without a replica."""
-    gains: dict[int, float] = {}
+) -> dict[int, tuple[float, float]]:
+    """(seconds a second before, of these saved) by layer; no gain for layers that had an expert
+    without a replica."""
+    gains: dict[int, tuple[float, float]] = {}
     for layer in layers:
         was = layer_seconds(before, layer, request)
-        gains[layer] = was - layer_seconds(after, layer, request) if was > 0.0 else 0.0
+        gains[layer] = (was, was - layer_seconds(after, layer, request) if was > 0.0 else 0.0)
     return gains
 
 

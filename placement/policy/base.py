@@ -29,7 +29,8 @@ class PolicyInput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     equally loaded. max_moves / max_bytes: limits on slot writes against `layout` (None = no limit).
     Repairs of experts below the floor and slots that must be given up come first and do not count.
     staging_slots: empty slots to leave on every usable rank. floor: failure domains every expert
-    should reach.
+    should reach. layers: the layers to plan, ascending; the others are in balance and only give way
+    where slots are shared. None = all.
     """
 
     spec: MoeSpec
@@ -43,6 +44,10 @@ class PolicyInput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     max_bytes: int | None = None
     byte_price: float = 0.0
     balance_enough: float = 0.97
+    max_cross_node_bytes: int | None = None
+    uniform: bool = False
+    batch_tokens: tuple[float, float] = (0.0, 0.0)
+    layers: tuple[int, ...] | None = None
 
 
 class Policy(Protocol):

@@ -12,11 +12,18 @@ load.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 
 from placement.policy.base import PolicyError, PolicyInput
 from placement.topology import NUM_PHASES, Topology
+
+RATE_MAX: Final = 1e30
+"""Pairs a second that no expert can be asked for; sums and products below stay finite."""
+TOKENS_MAX: Final = 1e12
+"""The same for tokens of a layer call."""
 
 
 def capacities(topology: Topology, staging_slots: int) -> npt.NDArray[np.int64]:
@@ -61,6 +68,25 @@ def reachable_floor(topology: Topology, *, num_keys: int, floor: int, staging_sl
     return min(floor, num_domains, total // num_keys)
 
 
+def uniform_slots(request: PolicyInput) -> int:
+    """Slots that every layer gets on every usable rank of a uniform layout: what the smallest rank
+    can give each layer, at most one an expert.
+    """
+    capacity = capacities(request.topology, request.staging_slots)
+    usable = capacity[domains(request.topology, request.staging_slots) >= 0]
+    least = int(usable.min()) if len(usable) else 0
+    return min(least // request.spec.num_layers, request.spec.num_experts)
+
+
+def _reachable_uniform(request: PolicyInput) -> int:
+    """`reachable_floor` of one layer of a uniform layout."""
+    domain = domains(request.topology, request.staging_slots)
+    own, experts = uniform_slots(request), request.spec.num_experts
+    held = np.bincount(domain[domain >= 0], minlength=1) * own
+    total = int(np.minimum(held, experts).sum())
+    return min(request.floor, int((held > 0).sum()), total // experts)
+
+
 def check_request(request: PolicyInput) -> int:
     """Refuse what no policy can plan for; returns the floor that can be reached (>= 1).
 
@@ -81,9 +107,16 @@ def check_request(request: PolicyInput) -> int:
             f"floor {request.floor} must be >= 1, staging_slots {request.staging_slots} and "
             f"byte_price {request.byte_price} >= 0"
         )
-    for name, limit in (("max_moves", request.max_moves), ("max_bytes", request.max_bytes)):
+    for name, limit in (
+        ("max_moves", request.max_moves),
+        ("max_bytes", request.max_bytes),
+        ("max_cross_node_bytes", request.max_cross_node_bytes),
+    ):
         if limit is not None and limit < 0:
             raise PolicyError(f"{name} must be >= 0 or None, got {limit}")
+    _check_batches(request)
+    if request.uniform:
+        return _check_uniform(request)
     reachable = reachable_floor(
         topology,
         num_keys=spec.num_keys,
@@ -102,6 +135,29 @@ def check_request(request: PolicyInput) -> int:
     return reachable
 
 
+def _check_batches(request: PolicyInput) -> None:
+    tokens = request.batch_tokens
+    if len(tokens) != NUM_PHASES or not all(0.0 <= t < TOKENS_MAX for t in tokens):
+        raise PolicyError(
+            f"batch_tokens must be {NUM_PHASES} values in [0, {TOKENS_MAX:g}), got {tokens}; 0 = "
+            "unknown"
+        )
+
+
+def _check_uniform(request: PolicyInput) -> int:
+    reachable = _reachable_uniform(request)
+    if reachable < 1:
+        usable = sum(request.topology.usable(r) for r in range(request.topology.num_ranks))
+        own, experts = uniform_slots(request), request.spec.num_experts
+        raise PolicyError(
+            f"{usable} usable ranks of {own} slots a layer, as many as the smallest can give each, "
+            f"hold {usable * own} of a layer's {experts} experts: "
+            f"{max(1, experts - usable * own)} slots a layer are short; raise the smallest budget, "
+            "undrain or add a rank"
+        )
+    return reachable
+
+
 def _check_scenarios(request: PolicyInput, shape: tuple[int, int, int]) -> None:
     scenarios, weights = request.scenarios, request.weights
     if scenarios.ndim != 4 or scenarios.shape[1:] != shape or len(scenarios) < 1:
@@ -111,6 +167,10 @@ def _check_scenarios(request: PolicyInput, shape: tuple[int, int, int]) -> None:
         )
     if not bool(np.all(np.isfinite(scenarios) & (scenarios >= 0))):
         raise PolicyError("scenarios must be finite and >= 0 pairs a second")
+    if not float(scenarios.max(initial=0.0)) < RATE_MAX:
+        raise PolicyError(
+            f"scenarios must be below {RATE_MAX:g} pairs a second, got {float(scenarios.max()):g}"
+        )
     if weights.shape != (len(scenarios),) or not bool(
         np.all(np.isfinite(weights) & (weights >= 0))
     ):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from placement.layout import ABSENT, EMPTY, ExpertLayout
 from placement.policy.base import PolicyInput
-from placement.policy.feasibility import capacities, domains
+from placement.policy.feasibility import capacities, domains, uniform_slots
 
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
@@ -26,7 +26,9 @@ class Occupancy:
 
     capacity: int64 [ranks], slots that may be filled (staging left out). filled: int64 [ranks],
     slots that are. domain: int64 [ranks], number of the failure domain, -1 = the rank may hold
-    nothing. floor: domains each expert keeps.
+    nothing. floor: domains each expert keeps. pools: the layers that share slots, one number a
+    layer: all the same where slots are a pool a rank shares over its layers, all different in a
+    uniform layout, where every layer has as many slots of its own on every rank.
     """
 
     def __init__(self, request: PolicyInput, floor: int, *, keep_live: bool = True) -> None:
@@ -37,6 +39,14 @@ class Occupancy:
         self.floor = floor
         self.capacity = capacities(topology, request.staging_slots)
         self.domain = domains(topology, request.staging_slots)
+        self.pools: IntArray = np.zeros(self.num_layers, dtype=np.int64)
+        self._own: IntArray | None = None
+        if request.uniform:
+            own = uniform_slots(request)
+            self.pools = np.arange(self.num_layers, dtype=np.int64)
+            self.capacity = np.where(self.domain >= 0, own * self.num_layers, 0)
+            self._own = np.where(self.domain >= 0, own, 0)
+            self._filled_of: IntArray = np.zeros((self.num_layers, self.num_ranks), dtype=np.int64)
         self.filled: IntArray = np.zeros(self.num_ranks, dtype=np.int64)
         self._live = live
         self._num_slots = [s.num_slots if s.alive else 0 for s in topology.ranks]
@@ -47,10 +57,23 @@ class Occupancy:
         self._in_domain = np.zeros((live.num_keys, int(self.domain.max(initial=0)) + 1), np.int64)
         self._count: IntArray = np.zeros(live.num_keys, dtype=np.int64)
         if keep_live:
-            for rank in np.nonzero(self.domain >= 0)[0]:
-                for index in np.nonzero(live.slots[rank] >= 0)[0]:
-                    if not self._hosted[live.slots[rank, index], rank]:
-                        self.add(int(live.slots[rank, index]), int(rank), int(index))
+            self._carry_over()
+
+    def _carry_over(self) -> None:
+        """Take the live replicas on usable ranks in, the first of duplicates on a rank."""
+        live, width = self._live.slots, self._live.slots.shape[1]
+        rank, index = np.nonzero((live >= 0) & (self.domain >= 0)[:, None])
+        key = live[rank, index].astype(np.int64)
+        first = np.unique(key * self.num_ranks + rank, return_index=True)[1]
+        rank, index, key = rank[first], index[first], key[first]
+        assert width <= self._slots.shape[1], "the slot matrix is as wide as the live one"
+        self._slots[rank, index] = key
+        self._hosted[key, rank] = True
+        np.add.at(self._in_domain, (key, self.domain[rank]), 1)
+        self._count[:] = self._hosted.sum(axis=1)
+        self.filled[:] = self._hosted.sum(axis=0)
+        if self._own is not None:
+            np.add.at(self._filled_of, (key // self.num_experts, rank), 1)
 
     def hosts_of_layer(self, layer: int) -> BoolArray:
         """Which ranks hold which expert of a layer: bool [experts, ranks], a view."""
@@ -82,6 +105,22 @@ class Occupancy:
         give some up.
         """
         return self.capacity - self.filled
+
+    def free_of(self, layer: int) -> IntArray:
+        """Slots of each rank that the layer may still fill: int64 [ranks]; as `free`."""
+        if self._own is None:
+            return self.free()
+        free: IntArray = self._own - self._filled_of[layer]
+        return free
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every layer has slots of its own."""
+        return self._own is not None
+
+    def shares_slots(self, first: int, second: int) -> bool:
+        """Whether a slot of one layer may be given to the other."""
+        return bool(self.pools[first] == self.pools[second])
 
     def below_floor(self) -> list[int]:
         """Keys in fewer failure domains than the floor, ascending."""
@@ -133,16 +172,20 @@ class Occupancy:
         return ExpertLayout(slots, self.num_layers, self.num_experts)
 
     def _settled(self, rank: int, width: int) -> npt.NDArray[np.int32]:
-        live = self._live.slots[rank]
-        stays: dict[int, int] = {}
-        for place in range(min(width, len(live))):
-            stays.setdefault(int(live[place]), place)
+        live = self._live.slots[rank][:width]
+        here = self._slots[rank]
         row = np.full(width, EMPTY, dtype=np.int32)
+        same = (here[: len(live)] == live) & (live >= 0)
+        row[: len(live)][same] = live[same]
         waiting: list[tuple[int, int]] = []
-        for place, key in enumerate(self._slots[rank].tolist()):
-            if key >= 0 and key in stays:
-                row[stays[key]] = key
-            elif key >= 0:
+        others = here >= 0
+        others[: len(live)] &= ~same
+        for place in np.nonzero(others)[0].tolist():
+            key = int(here[place])
+            home = np.nonzero(live == key)[0]
+            if len(home):
+                row[home[0]] = key
+            else:
                 waiting.append((place, key))
         for place, key in waiting:
             fits = place < width and row[place] == EMPTY
@@ -154,3 +197,5 @@ class Occupancy:
         self._in_domain[key, self.domain[rank]] += change
         self._count[key] += change
         self.filled[rank] += change
+        if self._own is not None:
+            self._filled_of[key // self.num_experts, rank] += change

@@ -24,8 +24,10 @@ from placement.policy.occupancy import Occupancy
 class Judge(Protocol):
     """What a policy thinks of single changes while repairs are made. Smaller is better."""
 
-    def cheapest(self, rank: int) -> tuple[float, int] | None:
-        """(harm, key) of the surplus replica on the rank that does least harm by going."""
+    def cheapest(self, rank: int, layer: int) -> tuple[float, int] | None:
+        """(harm, key) of the surplus replica on the rank that does least harm by going, among the
+        layers that share slots with `layer`.
+        """
         ...
 
     def strain(self, key: int, rank: int) -> float:
@@ -43,8 +45,11 @@ def repair(occupancy: Occupancy, judge: Judge, order: list[int]) -> None:
     order: all keys, in the order in which those that need a place get one (heaviest first packs
     best).
     """
-    for rank in range(occupancy.num_ranks):
-        _shrink(occupancy, judge, rank)
+    pools = sorted(set(occupancy.pools.tolist()))
+    leaders = [int(np.argmax(occupancy.pools == pool)) for pool in pools]
+    for layer in leaders:
+        for rank in range(occupancy.num_ranks):
+            _shrink(occupancy, judge, rank, layer)
     needy = set(occupancy.below_floor())
     placed = True
     for key in order:
@@ -56,7 +61,8 @@ def repair(occupancy: Occupancy, judge: Judge, order: list[int]) -> None:
         for rank in range(occupancy.num_ranks):
             for key in occupancy.keys_on(rank):
                 occupancy.drop(key, rank)
-        from_nothing(occupancy)
+        for layer in leaders:
+            from_nothing(occupancy, layer)
         for key in order:
             judge.changed(key)
 
@@ -71,9 +77,9 @@ class EvenJudge:
         self._occupancy = occupancy
         self._load = load
 
-    def cheapest(self, rank: int) -> tuple[float, int] | None:
+    def cheapest(self, rank: int, layer: int) -> tuple[float, int] | None:
         """Least pairs that each other replica has to take, then lowest key."""
-        keys = self._occupancy.removable_on(rank).tolist()
+        keys = _with_slots_of(self._occupancy, layer, self._occupancy.removable_on(rank).tolist())
         return min(((self._harm(key), key) for key in keys), default=None)
 
     def strain(self, key: int, rank: int) -> float:
@@ -93,61 +99,75 @@ class EvenJudge:
         return float(self._load[key]) / (count * (count - 1))
 
 
-def from_nothing(occupancy: Occupancy) -> None:
-    """Fill an empty occupancy with every expert in `floor` domains, by a rule that cannot fail
-    when room suffices.
+def from_nothing(occupancy: Occupancy, layer: int = 0) -> None:
+    """Fill the empty slots of the layers that share slots with `layer`, all of them in a pool of
+    a rank, with each expert in `floor` domains, by a rule that cannot fail when room suffices.
 
     Domains are filled in order of capacity, largest first, in one round over the keys, wrapped
     around: no key meets a domain twice as long as no domain takes more than every key once
     (McNaughton's rule). Inside a domain the emptiest rank of lowest id takes the key.
     """
-    num_keys = occupancy.num_layers * occupancy.num_experts
+    layers = np.nonzero(occupancy.pools == occupancy.pools[layer])[0]
+    keys = [
+        int(member) * occupancy.num_experts + expert
+        for member in layers
+        for expert in range(occupancy.num_experts)
+    ]
     room = {
         domain: [r for r in range(occupancy.num_ranks) if occupancy.domain[r] == domain]
         for domain in range(int(occupancy.domain.max()) + 1)
     }
-    held = {d: int(occupancy.capacity[ranks].sum()) for d, ranks in room.items()}
-    wanted, key = occupancy.floor * num_keys, 0
+    free = occupancy.free_of(layer)
+    held = {d: int(free[ranks].sum()) for d, ranks in room.items()}
+    wanted, at = occupancy.floor * len(keys), 0
     for domain in sorted(room, key=lambda d: (-held[d], d)):
-        for _ in range(min(held[domain], num_keys, wanted)):
-            rank = min(room[domain], key=lambda r: (-int(occupancy.free()[r]), r))
-            occupancy.add(key % num_keys, rank)
-            key += 1
+        for _ in range(min(held[domain], len(keys), wanted)):
+            left = occupancy.free_of(layer)
+            rank = min(room[domain], key=lambda r: (-int(left[r]), r))
+            occupancy.add(keys[at % len(keys)], rank)
+            at += 1
             wanted -= 1
     assert wanted == 0, f"{wanted} places short of floor {occupancy.floor}"
 
 
-def _shrink(occupancy: Occupancy, judge: Judge, rank: int) -> None:
-    while occupancy.free()[rank] < 0:
-        surplus = judge.cheapest(rank)
+def _with_slots_of(occupancy: Occupancy, layer: int, keys: list[int]) -> list[int]:
+    """Those keys whose layer shares slots with the layer named."""
+    return [k for k in keys if occupancy.shares_slots(k // occupancy.num_experts, layer)]
+
+
+def _shrink(occupancy: Occupancy, judge: Judge, rank: int, layer: int) -> None:
+    while occupancy.free_of(layer)[rank] < 0:
+        surplus = judge.cheapest(rank, layer)
         if surplus is not None:
             key = surplus[1]
         else:
             # The lightest expert of the rank has to find another place.
-            key = min(occupancy.keys_on(rank), key=lambda k: (judge.strain(k, rank), k))
+            keys = _with_slots_of(occupancy, layer, occupancy.keys_on(rank))
+            key = min(keys, key=lambda k: (judge.strain(k, rank), k))
         occupancy.drop(key, rank)
         judge.changed(key)
 
 
 def _place(occupancy: Occupancy, judge: Judge, key: int) -> bool:
     """One more failure domain for the key."""
+    layer = key // occupancy.num_experts
     ranks = [
         r
         for r in range(occupancy.num_ranks)
         if occupancy.domain[r] >= 0 and occupancy.in_domain(key, r) == 0
     ]
-    free = occupancy.free()
+    free = occupancy.free_of(layer)
     open_ranks = [r for r in ranks if free[r] > 0]
     if open_ranks:
         target = min(open_ranks, key=lambda r: (judge.strain(key, r), -int(free[r]), r))
     else:
-        victim = _victim(judge, ranks)
+        victim = _victim(judge, ranks, layer)
         if victim is not None:
             lost, target = victim
             occupancy.drop(lost, target)
             judge.changed(lost)
         else:
-            left = _displace(occupancy, judge, ranks)
+            left = _displace(occupancy, judge, ranks, layer)
             if left is None:
                 return False
             target = left
@@ -156,24 +176,26 @@ def _place(occupancy: Occupancy, judge: Judge, key: int) -> bool:
     return True
 
 
-def _victim(judge: Judge, ranks: list[int]) -> tuple[int, int] | None:
-    surplus = [(*found, rank) for rank in ranks if (found := judge.cheapest(rank)) is not None]
+def _victim(judge: Judge, ranks: list[int], layer: int) -> tuple[int, int] | None:
+    surplus = [
+        (*found, rank) for rank in ranks if (found := judge.cheapest(rank, layer)) is not None
+    ]
     return min(surplus)[1:] if surplus else None
 
 
-def _displace(occupancy: Occupancy, judge: Judge, ranks: list[int]) -> int | None:
+def _displace(occupancy: Occupancy, judge: Judge, ranks: list[int], layer: int) -> int | None:
     """Move one expert off one of `ranks` to a rank with room; returns the rank it left.
 
     Further hops are not tried: where one does not suffice, domains interlock, and placing anew
     costs little more.
     """
-    free = occupancy.free()
+    free = occupancy.free_of(layer)
     for target in range(occupancy.num_ranks):
-        surplus = judge.cheapest(target) if occupancy.domain[target] >= 0 else None
+        surplus = judge.cheapest(target, layer) if occupancy.domain[target] >= 0 else None
         if target in ranks or (free[target] <= 0 and surplus is None):
             continue
         for source in ranks:
-            key = _movable(occupancy, source, target)
+            key = _movable(occupancy, source, target, layer)
             if key is None:
                 continue
             if free[target] <= 0 and surplus is not None:
@@ -186,9 +208,9 @@ def _displace(occupancy: Occupancy, judge: Judge, ranks: list[int]) -> int | Non
     return None
 
 
-def _movable(occupancy: Occupancy, source: int, target: int) -> int | None:
+def _movable(occupancy: Occupancy, source: int, target: int, layer: int) -> int | None:
     """Lowest key that may go from one rank to another of another domain without losing a domain."""
-    for key in occupancy.keys_on(source):
+    for key in _with_slots_of(occupancy, layer, occupancy.keys_on(source)):
         arrives = occupancy.in_domain(key, target) == 0
         stays = occupancy.in_domain(key, source) > 1
         if not occupancy.holds(key, target) and (arrives or stays):

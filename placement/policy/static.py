@@ -40,9 +40,11 @@ def propose_static(request: PolicyInput) -> ExpertLayout:
 
 
 def _masters(occupancy: Occupancy) -> None:
-    quotas = shares(
-        np.full(occupancy.num_layers, occupancy.num_experts, dtype=np.int64), occupancy.capacity
-    )
+    experts = np.full(occupancy.num_layers, occupancy.num_experts, dtype=np.int64)
+    if occupancy.uniform:
+        quotas = np.concatenate([shares(experts[:1], occupancy.free_of(0))] * len(experts))
+    else:
+        quotas = shares(experts, occupancy.capacity)
     for layer in range(occupancy.num_layers):
         owner = np.repeat(np.arange(occupancy.num_ranks), quotas[layer])
         for expert, rank in enumerate(owner):
@@ -57,7 +59,8 @@ def _extras(occupancy: Occupancy) -> None:
     for layer in range(occupancy.num_layers):
         layers_left = occupancy.num_layers - layer
         for rank in np.nonzero(occupancy.domain >= 0)[0]:
-            for _ in range(-(-int(occupancy.free()[rank]) // layers_left)):
+            own = int(occupancy.free_of(layer)[rank])
+            for _ in range(own if occupancy.uniform else -(-own // layers_left)):
                 key = _next_extra(occupancy, layer, int(rank))
                 if key is None:
                     break

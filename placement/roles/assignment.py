@@ -4,6 +4,17 @@ Worked example. Two rows, k = 2, ids [[0, 1], [0, 2]]; expert 0 on ranks 0 and 1
 0, expert 2 on rank 1. Row 0 goes to rank 0 whole and row 1 to rank 1 whole: two parts, each with
 one row and two pairs. A row travels once a rank.
 
+Which split. The cost model bounds a rank's time for a batch by its pairs and by the experts it
+reads, whichever takes longer; an expert costs `memory_bound_pairs` pairs to read. A batch with more
+pairs an active expert than that is compute-bound and levels tokens. Any other one is memory-bound:
+it levels activated experts, one replica each, unless that would keep its slowest rank busy for
+longer, as it does where one expert has most of the pairs. In a compute-bound batch a pair that
+would travel alone may join its row on a rank beyond that rank's quota, as long as the rank ends no
+later than the last one.
+
+*Work* is the unit both have in common, and that of backlog: pairs, or the pairs' worth of reading
+if that is more. With 20 pairs to a read, 30 pairs of 1 expert are 30 of work, and of 2 experts 40.
+
 Responsible for turning a routing table into split indices and a split into parts. Must never decide
 what is retried. Called by `placement.roles.router`; `PlanJob.run` is safe in another thread, it
 touches nothing shared.
@@ -29,6 +40,7 @@ from placement.split import (
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
 
@@ -41,10 +53,11 @@ class Part:
     """What one rank gets: R rows, P pairs, in order of (row, k).
 
     row_id: int32 [R], row of the request, ascending. pair_row: int32 [P] indexes `row_id`. pair_k,
-    pair_expert, pair_slot int32 [P]; pair_tag int64 [P].
+    pair_expert, pair_slot int32 [P]; pair_tag int64 [P]. work_pairs: what they cost, in pairs.
     """
 
     rank: int
+    work_pairs: float
     row_id: Int32s
     pair_row: Int32s
     pair_k: Int32s
@@ -121,26 +134,22 @@ def assign(
     row_id: Int32s,
     backlog: Int64s,
     tie_offset: int,
-    memory_bound_pairs: int = 0,
+    memory_bound_pairs: float = 0.0,
 ) -> tuple[Part, ...]:
     """Split rows over ranks -> one part for each rank that gets pairs, by rank.
 
     ids: int32 [n, k]. valid: uint8 [n, k]. row_id: int32 [n], number of each row in its request.
-    backlog: int64 [ranks] in pairs. A batch with at most `memory_bound_pairs` pairs an active
-    expert levels activated experts, larger ones level tokens.
+    backlog: int64 [ranks] of work, in pairs. memory_bound_pairs: pairs of an expert that take as
+    long as reading it, 0 = reading costs nothing.
 
     Raises SplitError where an expert with valid pairs has no replica.
     """
     compiled = replicas.compiled
     counts = count_ids(ids, valid, compiled.num_experts)
-    active = max(1, int(np.count_nonzero(counts)))
-    mean_pairs = int(counts.sum()) / active
-    if mean_pairs <= memory_bound_pairs:
-        queued = (backlog / max(1.0, mean_pairs)).astype(np.int64)
-        quotas = split_activated(compiled, counts, queued, tie_offset)
-    else:
-        quotas = split_counts(compiled, counts, backlog, tie_offset)
-    chosen = assign_pairs(compiled, ids, valid, quotas, tie_offset)
+    quotas, room = choose_quotas(compiled, counts, backlog, tie_offset, memory_bound_pairs)
+    chosen = assign_pairs(compiled, ids, valid, quotas, tie_offset, room)
+    served = np.bincount(chosen[chosen >= 0], minlength=compiled.num_replicas)
+    work = _work(compiled, served, memory_bound_pairs)
     pair_ptr, row_ptr, pair_flat, pair_row, rows = group_by_rank(
         chosen, compiled.replica_rank, compiled.num_ranks
     )
@@ -157,6 +166,7 @@ def assign(
         parts.append(
             Part(
                 rank=rank,
+                work_pairs=float(work[rank]),
                 row_id=row_id[rows[int(row_ptr[rank]) : int(row_ptr[rank + 1])]],
                 pair_row=pair_row[low:high],
                 pair_k=(flat % width).astype(np.int32),
@@ -166,3 +176,69 @@ def assign(
             )
         )
     return tuple(parts)
+
+
+def choose_quotas(
+    compiled: CompiledLayer,
+    counts: Int64s,
+    backlog: Int64s,
+    tie_offset: int,
+    memory_bound_pairs: float,
+) -> tuple[Int64s, Int64s | None]:
+    """The split that suits the batch -> tokens of each replica int64 [replicas], and room int64
+    [ranks] for `assign_pairs`, None where a pair elsewhere might be a read more.
+
+    Expert 0 on ranks 0 and 1, expert 1 on rank 0, expert 2 on rank 2. Reading costs 20 pairs, so
+    rank 0 should not read expert 0 beside its own:
+
+    >>> layer = compile_layer([0, 0, 1, 2], [0, 1, 0, 2], num_experts=3, num_ranks=3)
+    >>> backlog = np.zeros(3, np.int64)
+    >>> choose_quotas(layer, np.array([5, 2, 2]), backlog, 0, 20.0)[0].tolist()
+    [0, 5, 2, 2]
+
+    With 52 pairs of expert 0, two reads (40) on rank 0 end earlier than all 52 on rank 1:
+
+    >>> choose_quotas(layer, np.array([52, 2, 2]), backlog, 0, 20.0)[0].tolist()
+    [25, 27, 2, 2]
+
+    Raises SplitError as `split_counts` does.
+    """
+    by_tokens = split_counts(compiled, counts, backlog, tie_offset)
+    if counts.sum() > memory_bound_pairs * np.count_nonzero(counts):
+        return by_tokens, _room(compiled, by_tokens, backlog, memory_bound_pairs)
+    queued_experts = np.rint(backlog / max(1.0, memory_bound_pairs)).astype(np.int64)
+    by_experts = split_activated(compiled, counts, queued_experts, tie_offset)
+    ends = [
+        _last_end(_work(compiled, quotas, memory_bound_pairs), backlog)
+        for quotas in (by_experts, by_tokens)
+    ]
+    return (by_experts if ends[0] <= ends[1] else by_tokens), None
+
+
+def _work(compiled: CompiledLayer, quotas: Int64s, memory_bound_pairs: float) -> Floats:
+    """Work of each rank in pairs: float64 [ranks]."""
+    rank, num_ranks = compiled.replica_rank, compiled.num_ranks
+    pairs = np.bincount(rank, quotas, num_ranks)
+    reads = np.bincount(rank, quotas > 0, num_ranks)
+    work: Floats = np.maximum(pairs, memory_bound_pairs * reads)
+    return work
+
+
+def _last_end(work: Floats, backlog: Int64s) -> float:
+    """Work until the last rank that serves the batch has served it, its backlog first."""
+    return float(np.where(work > 0, work + backlog, 0.0).max(initial=0.0))
+
+
+def _room(
+    compiled: CompiledLayer, quotas: Int64s, backlog: Int64s, memory_bound_pairs: float
+) -> Int64s:
+    """Pairs each rank may take on top and still end no later than the last one.
+
+    None for a rank that would not have read all its experts by then: a pair there might be a read
+    more.
+    """
+    pairs = np.bincount(compiled.replica_rank, quotas, compiled.num_ranks).astype(np.float64)
+    reads = np.bincount(compiled.replica_rank, minlength=compiled.num_ranks)
+    last_end = _last_end(pairs, backlog)
+    fits = memory_bound_pairs * reads + backlog <= last_end
+    return np.where(fits, last_end - backlog - pairs, 0.0).astype(np.int64)

@@ -76,7 +76,7 @@ class SubCallState:
     """One sub-call on its way.
 
     position: int64 [R], index of its rows in the rows of its call. pair_row: int32 [P], row of each
-    of its pairs.
+    of its pairs. work_pairs: what they cost, in pairs.
     """
 
     sub_id: int
@@ -90,6 +90,7 @@ class SubCallState:
     sent_at_s: float
     position: npt.NDArray[np.int64]
     pair_row: Int32s
+    work_pairs: float
     served: Mask | None = None
     partial: npt.NDArray[Any] | None = None
 
@@ -227,6 +228,7 @@ class CallBook:
                 sent_at_s=at_s,
                 position=np.searchsorted(call.row_id, part.row_id),
                 pair_row=part.pair_row,
+                work_pairs=part.work_pairs,
             )
             subs.append(sub)
             self.subs[sub.sub_id] = sub

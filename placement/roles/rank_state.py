@@ -3,8 +3,9 @@ while.
 
 Backlog of a rank, in seconds = what it last reported + what this router sent since, minus the time
 since: work drains at one second a second. Reports are ordered by their sequence number; an older
-one changes nothing. Seconds become pairs, the unit of the splitter, by the seconds a pair took in
-replies (a moving mean).
+one changes nothing. Seconds become pairs, the unit of the splitter, by the seconds a pair of work
+took in replies (a moving mean). *Work* is told in `assignment`: where reading experts takes longer
+than computing pairs, it counts as the pairs that would take as long.
 
 A rank is *avoided* while it is suspect (its connection is broken) or ejected. Ejection counts only
 faults of the shard in a row: lost connections, silence and malformed answers. STALE and REFUSED are
@@ -35,7 +36,7 @@ class RankState:
     backlog_seq: int = -1
     backlog_at_s: float = 0.0
     pair_s: float = 0.0
-    """Seconds a pair, mean over replies; 0 = not known yet."""
+    """Seconds a pair of work, mean over replies; 0 = not known yet."""
     faults_in_row: int = 0
     ejections: int = 0
     ejected_until_s: float = 0.0
@@ -64,12 +65,12 @@ class RankBook:
             for rank, incarnation in incarnations.items()
         }
 
-    def sent(self, rank: int, num_pairs: int, at_s: float) -> None:
-        """A sub-call of so many pairs leaves for the rank."""
+    def sent(self, rank: int, work_pairs: float, at_s: float) -> None:
+        """A sub-call of so much work leaves for the rank."""
         state = self._ranks.get(rank)
         if state is not None:
             # Aged first: work sent now must not be paid for by time that passed before it.
-            state.backlog_s = self.backlog_s(rank, at_s) + num_pairs * self._pair_s(state)
+            state.backlog_s = self.backlog_s(rank, at_s) + work_pairs * self._pair_s(state)
             state.backlog_at_s = at_s
 
     def answered(
@@ -88,12 +89,12 @@ class RankBook:
             state.backlog_s = backlog_s if 0.0 <= backlog_s < float("inf") else 0.0
             state.backlog_at_s = at_s
 
-    def computed(self, rank: int, incarnation: int, num_pairs: int, compute_s: float) -> None:
-        """Learn the seconds a pair takes on the rank."""
+    def computed(self, rank: int, incarnation: int, work_pairs: float, compute_s: float) -> None:
+        """Learn the seconds a pair of work takes on the rank."""
         state = self._state(rank, incarnation)
-        if state is None or num_pairs <= 0 or not 0.0 <= compute_s < float("inf"):
+        if state is None or work_pairs <= 0 or not 0.0 <= compute_s < float("inf"):
             return
-        pair_s = compute_s / num_pairs
+        pair_s = compute_s / work_pairs
         known = state.pair_s
         state.pair_s = pair_s if known == 0.0 else known + _MEAN_WEIGHT * (pair_s - known)
 

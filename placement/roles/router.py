@@ -230,7 +230,8 @@ class RouterRole:
         self._release(sub.order)
         self._ranks.answered(sub.rank, sub.incarnation, backlog_seq, backlog_s, at_s)
         served_pairs = self._count_pairs(sub, row_status)
-        self._ranks.computed(sub.rank, sub.incarnation, served_pairs, compute_s)
+        served_work = sub.work_pairs * served_pairs / sub.num_pairs
+        self._ranks.computed(sub.rank, sub.incarnation, served_work, compute_s)
         return self._settle(sub, self._book.answer(sub, row_status, partial, at_s))
 
     def lost(self, sub_id: int, *, fault: bool, at_s: float) -> Step:
@@ -351,7 +352,7 @@ class RouterRole:
         elif job.cause is Cause.HEDGE:
             self.counters["hedged_pairs"] += part.num_pairs
         backlog_s = self._ranks.backlog_s(part.rank, at_s)
-        self._ranks.sent(part.rank, part.num_pairs, at_s)
+        self._ranks.sent(part.rank, part.work_pairs, at_s)
         left_s = max(0.0, request.deadline_at_s - at_s)
         return Dispatch(
             sub_id=sub.sub_id,

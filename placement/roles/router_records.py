@@ -61,9 +61,9 @@ class RouterRules:
     """Ejection after so many faults of a shard in a row, for eject_s x times ejected, never above
     the share of ranks (at least 1).
     """
-    memory_bound_pairs: int = 0
-    """Batches with at most so many pairs an active expert level activated experts instead of
-    tokens.
+    memory_bound_pairs: float = 0.0
+    """Pairs of an expert that take as long as reading it (`placement.cost.least_crossover`); 0 =
+    reading costs nothing. Batches with at most so many pairs an active expert are memory-bound.
     """
 
 
@@ -113,7 +113,7 @@ class PlanJob:
     row_id: Int32s
     backlog: Int64s
     tie_offset: int
-    memory_bound_pairs: int
+    memory_bound_pairs: float
 
     def run(self) -> tuple[Part, ...]:
         """The split. Touches nothing shared: safe in another thread."""

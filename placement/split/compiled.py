@@ -50,6 +50,10 @@ class CompiledLayer:
     """[D + 1]: for each rank, its part of `rank_host`."""
     rank_host: Int64Array
     """Hosts of shared experts, by rank, then by first slot of their expert."""
+    only_replica: Int64Array
+    """[E]: the replica of an expert that has one, -1 for experts with none or several."""
+    plural: Int64Array
+    """Experts with two or more replicas, on one host or several, ascending."""
     first_slot: Int64Array
     """[E]: lowest slot of each expert. It orders ties: relabelling experts only relabels."""
 
@@ -96,6 +100,8 @@ def compile_layer(
     host_expert = replica_expert[host_first]
     host_ptr = _pointers(host_expert, num_experts)
 
+    replica_ptr = _pointers(replica_expert, num_experts)
+    replicas_of = np.diff(replica_ptr)
     hosts_of = np.diff(host_ptr)
     shared = np.flatnonzero(hosts_of > 1)
     shared = shared[np.argsort(first_slot[shared], kind="stable")]
@@ -105,7 +111,7 @@ def compile_layer(
         num_experts=num_experts,
         num_ranks=num_ranks,
         num_slots=int(experts.shape[0]),
-        replica_ptr=_frozen(_pointers(replica_expert, num_experts)),
+        replica_ptr=_frozen(replica_ptr),
         replica_slot=_frozen(replica_slot),
         replica_rank=_frozen(replica_rank),
         host_ptr=_frozen(host_ptr),
@@ -115,6 +121,8 @@ def compile_layer(
         shared=_frozen(shared),
         rank_host_ptr=_frozen(_pointers(host_rank[rank_host], num_ranks)),
         rank_host=_frozen(rank_host),
+        only_replica=_frozen(np.where(replicas_of == 1, replica_ptr[:-1], -1)),
+        plural=_frozen(np.flatnonzero(replicas_of > 1)),
         first_slot=_frozen(first_slot),
     )
 

@@ -105,7 +105,10 @@ def test_combine_is_the_oracle_and_adds_each_contribution_once(
     hedged: bool, data: st.DataObject
 ) -> None:
     rules = RouterRules(
-        max_attempts=50, hedge_after_s=0.5 if hedged else None, faults_to_eject=10**6
+        max_attempts=50,
+        hedge_after_s=0.5 if hedged else None,
+        faults_to_eject=10**6,
+        memory_bound_pairs=data.draw(st.sampled_from([0.0, 2.0, 50.0])),
     )
     world = World(data, rules)
     tokens, k = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))

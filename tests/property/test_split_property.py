@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.split_proof import Oracle
 from placement.split import (
     assign_pairs,
     compile_layer,
@@ -52,6 +53,15 @@ def batches(draw):
     row = st.lists(pair, min_size=width, max_size=width)
     ids = draw(st.lists(row, min_size=1, max_size=12))
     return layer, np.array(ids, np.int32), draw(st.integers(0, 1 << 64))
+
+
+def wide_layer(rng):
+    """(compiled, num_experts): up to 96 experts on up to 24 ranks, from no spare slots to many."""
+    num_experts, num_ranks = int(rng.integers(2, 97)), int(rng.integers(2, 25))
+    extra = rng.integers(0, num_experts, int(rng.integers(0, num_experts + 1)))
+    experts = rng.permutation(np.concatenate((np.arange(num_experts), extra)))
+    ranks = rng.permutation(np.arange(experts.size) % num_ranks)
+    return compile_layer(experts, ranks, num_experts, num_ranks), num_experts
 
 
 def closed_set_bound(layer, counts, backlog):
@@ -151,6 +161,26 @@ def test_activated_experts_reach_the_closed_set_bound(case):
 
 
 @DETERMINISTIC
+@given(st.integers(0, 2**32), st.sampled_from([0.2, 1.0, 3.0]), st.sampled_from([1, 8, 60, 2000]))
+def test_no_flow_passes_below_the_maximum_on_wide_layers(seed, skew, mean):
+    rng = np.random.default_rng(seed)
+    layer, num_experts = wide_layer(rng)
+    counts = rng.poisson(mean * rng.gamma(skew, 1 / skew, num_experts))
+    backlog = rng.integers(0, 1 + 2 * mean * num_experts // layer.num_ranks, layer.num_ranks)
+    backlog[rng.random(layer.num_ranks) < rng.random()] = 0
+    oracle = Oracle(layer)
+    for given_counts, given_backlog in ((counts, backlog), (counts, 0 * backlog)):
+        quotas = split_counts(layer, given_counts, given_backlog, seed)
+        reached = int(rank_loads(layer, quotas, given_backlog).max())
+        assert oracle.is_least(given_counts, given_backlog, reached)
+        assert oracle.passes(given_counts, given_backlog, reached)
+    queued = np.minimum(backlog, 6)
+    quotas = split_activated(layer, counts, queued, seed)
+    worst = int(rank_loads(layer, (quotas > 0).astype(np.int64), queued).max())
+    assert oracle.is_least(np.minimum(counts, 1), queued, worst)
+
+
+@DETERMINISTIC
 @given(splits(), st.randoms(use_true_random=False))
 def test_relabelling_experts_only_relabels(case, random):
     (slot_expert, slot_rank, num_experts, num_ranks), counts, backlog, tie_offset = case
@@ -200,3 +230,50 @@ def test_pair_choice_meets_quotas_and_equals_its_reference(case):
         assert {
             pair: int(chosen[pair]) for pair in zip(*np.nonzero(valid), strict=True)
         } == expected
+
+
+@DETERMINISTIC
+@given(batches(), st.data())
+def test_room_never_costs_a_row_nor_passes_its_limit(case, data):
+    layer, ids, tie_offset = case
+    compiled = compile_layer(*layer)
+    valid = ids >= 0
+    quotas = split_counts(compiled, count_ids(ids, valid, layer[2]), None, tie_offset)
+    spare = st.lists(st.integers(-1, 5), min_size=layer[3], max_size=layer[3])
+    room = data.draw(spare)
+    exact = assign_pairs(compiled, ids, valid, quotas, tie_offset)
+    chosen = assign_pairs(compiled, ids, valid, quotas, tie_offset, room)
+    assert (chosen >= 0).tolist() == valid.tolist()
+    slots = compiled.replica_slot[chosen[valid]]
+    assert np.asarray(layer[0])[slots].tolist() == ids[valid].tolist()
+    taken = np.bincount(compiled.replica_rank[chosen[valid]], minlength=layer[3])
+    assert (taken <= rank_loads(compiled, quotas) + np.maximum(room, 0)).all()
+    for before, after in zip(exact, chosen, strict=True):
+        rows = [len({compiled.replica_rank[r] for r in row if r >= 0}) for row in (before, after)]
+        assert rows[1] <= rows[0]
+    assert assign_pairs(compiled, ids, valid, quotas, tie_offset, room).tolist() == chosen.tolist()
+    none = [0] * layer[3]
+    roomless = assign_pairs(compiled, ids, valid, quotas, tie_offset, none)
+    rows = [
+        sum(len({compiled.replica_rank[r] for r in row if r >= 0}) for row in choice)
+        for choice in (exact, roomless)
+    ]
+    assert rows[1] <= rows[0]
+
+
+@DETERMINISTIC
+@given(batches(), st.randoms(use_true_random=False), st.booleans())
+def test_relabelling_experts_only_relabels_pair_choice(case, random, roomy):
+    (slot_expert, slot_rank, num_experts, num_ranks), ids, tie_offset = case
+    name = list(range(num_experts))
+    random.shuffle(name)
+    renamed_slots = [e if e < 0 else name[e] for e in slot_expert]
+    renamed_ids = np.where(ids >= 0, np.array(name)[ids], -1)
+    slots = []
+    for experts, batch in ((slot_expert, ids), (renamed_slots, renamed_ids)):
+        layer = compile_layer(experts, slot_rank, num_experts, num_ranks)
+        quotas = split_counts(layer, count_ids(batch, batch >= 0, num_experts), None, tie_offset)
+        room = [2] * num_ranks if roomy else None
+        chosen = assign_pairs(layer, batch, batch >= 0, quotas, tie_offset, room)
+        slots.append([layer.replica_slot[r] if r >= 0 else -1 for r in chosen.ravel()])
+    assert slots[0] == slots[1]

@@ -3,6 +3,8 @@
 import asyncio
 import importlib
 import socket
+import subprocess
+import sys
 
 import grpc
 import pytest
@@ -34,3 +36,19 @@ def test_ray_cannot_start_whenever_it_is_imported() -> None:
 @pytest.mark.asyncio
 async def test_an_event_loop_still_works() -> None:
     assert await asyncio.to_thread(lambda: 7) == 7
+
+
+@pytest.mark.parametrize(
+    "name", ["placement.eplb", "placement.adapters.vllm", "placement.adapters.sglang"]
+)
+def test_the_library_needs_neither_ray_nor_torch_nor_an_engine(name: str) -> None:
+    code = f"""
+import sys
+absent = ("ray", "torch", "vllm", "sglang", "moe_serve", "grpc", "zmq")
+sys.modules.update(dict.fromkeys(absent))  # None: an import of it raises
+import {name}
+from placement.eplb import rebalance_experts
+assert rebalance_experts([[0.0, 0.0]], 2, 1, 1, 2)[0].tolist() == [[0, 1]]  # no kernel to compile
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,103 +13,206 @@ from moe_serve.cli.options import OutputOption
 from moe_serve.cli.output import Output, OutputFormat
 from moe_serve.errors import InvalidArgument
 
+if TYPE_CHECKING:
+    from moe_serve.cli.rehearsal import SegmentCheck, Stage
+    from placement.load import LoadWindow
 
-def replay(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="JOURNAL|TRACE",
-            help="A folder of state (or its inputs.db), or a .npz with topk_ids.",
-        ),
-    ],
-    policy: Annotated[
-        str, typer.Option("--policy", "-p", help="Another policy than the configured one.")
-    ] = "",
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", "-f", metavar="FILE", help="Trace: model and fleet of this file."),
-    ] = None,
-    ranks: Annotated[int, typer.Option(min=1, max=4096, help="Trace: ranks.")] = 4,
-    slots: Annotated[
-        int, typer.Option(min=0, help="Trace: slots a rank; 0 = every expert and a quarter more.")
-    ] = 0,
-    experts: Annotated[
-        int, typer.Option(min=0, help="Trace: experts a layer; 0 = the greatest id + 1.")
-    ] = 0,
-    window_tokens: Annotated[int, typer.Option(min=1, help="Trace: tokens of a window.")] = 4096,
+DEFAULT_POLICY = "incremental"
+POLICIES_MAX = 8
+
+
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="JOURNAL|TRACE",
+        help="A folder of state (or its inputs.db); or a trace: .npz, .pt of SGLang's recorder "
+        "or a folder of them, .jsonl of vLLM.",
+    ),
+]
+PolicyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        "-p",
+        metavar="NAME",
+        help="incremental, eplb or static; several times to compare. Default: incremental for a "
+        "trace, the configured one for a journal.",
+    ),
+]
+FleetOption = Annotated[
+    Path | None,
+    typer.Option("--file", "-f", metavar="FILE", help="Trace: model and fleet of this file."),
+]
+RanksOption = Annotated[int, typer.Option(min=1, max=4096, help="Trace: ranks.")]
+SlotsOption = Annotated[
+    int, typer.Option(min=0, help="Trace: slots a rank; 0 = every expert and a quarter more.")
+]
+ExpertsOption = Annotated[
+    int, typer.Option(min=0, help="Trace: experts a layer; 0 = the greatest id + 1.")
+]
+TopKOption = Annotated[
+    int,
+    typer.Option(
+        min=1, max=1024, help="Trace of counts: experts a token uses, to tell its tokens."
+    ),
+]
+WindowOption = Annotated[int, typer.Option(min=1, help="Trace: tokens of a window.")]
+DecodeOption = Annotated[
+    bool, typer.Option("--decode", help="Trace: tokens without a recorded phase are decode.")
+]
+MovesOption = Annotated[
+    int | None,
+    typer.Option(min=0, max=1_000_000, help="Slot writes a plan may hold. Default: as configured."),
+]
+FreeOption = Annotated[
+    bool,
+    typer.Option(
+        "--free-copies",
+        help="Trace: copies cost nothing, so that a plan needs no more than a gain.",
+    ),
+]
+ChartOption = Annotated[bool, typer.Option("--chart", help="Draw balancedness as text.")]
+PngOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw balancedness and writes as a PNG.")
+]
+
+
+def replay(  # noqa: PLR0913, PLR0917 - typer wants a parameter for each option
+    source: SourceArgument,
+    policy: PolicyOption = None,
+    file: FleetOption = None,
+    ranks: RanksOption = 4,
+    slots: SlotsOption = 0,
+    experts: ExpertsOption = 0,
+    top_k: TopKOption = 8,
+    window_tokens: WindowOption = 2048,
+    decode: DecodeOption = False,
+    max_moves: MovesOption = None,
+    free_copies: FreeOption = False,
+    chart: ChartOption = False,
+    png: PngOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Run the production planner over recorded load; print balance, writes and bytes by window.
+    """Run the production planner over recorded load; print balance, writes, bytes and regret.
 
-    Balancedness of the static layout split equally (STATIC), of the same one split by our router
-    (LEVELED), and of the planner's layout (SERVED). A journal is also stepped through today's
-    engine and compared with what was written.
+    Balancedness by window: of the layout that never moves, split equally (STATIC) and by our router
+    (LEVELED); of the planner's layout, split equally (EQUAL) and by our router (SERVED); of a plan
+    that knew the window (BEST); and what no layout can exceed (BOUND). REGRET: seconds lost against
+    the best of these. RATIO: competitive ratio at a price of a slot write. A journal is also
+    stepped through today's engine and compared with what was written.
     """
     from moe_serve.cli.recordings import is_journal, read_trace
-    from moe_serve.cli.rehearsal import check_start, service_stage, trace_stage, with_policy
+    from moe_serve.cli.rehearsal import (
+        check_policies,
+        service_stage,
+        staged_windows,
+        trace_stage,
+        with_limits,
+    )
     from moe_serve.cli.service_file import read_service_file
-    from moe_serve.cli.views.replay import figures_parts, replay_plain, stage_line
     from placement.config import RebalanceConfig
-    from placement.replay import replay_trace, trace_windows
+    from placement.topology import Phase
 
     out = Output(output)
+    wanted = tuple(dict.fromkeys(policy or ()))
+    if len(wanted) > POLICIES_MAX:
+        raise InvalidArgument(f"--policy: {len(wanted)} policies, at most {POLICIES_MAX}")
+    show = _Show(out, source.name, chart=chart, png=png)
     if is_journal(source):
-        _journal(source, policy, out)
+        _journal(source, wanted, max_moves, show)
         return
-    ids = read_trace(source)
+    trace = read_trace(source)
     if file is not None:
-        stage = service_stage(ids, read_service_file(file))
+        stage = service_stage(trace, read_service_file(file))
     else:
         stage = trace_stage(
-            ids,
+            trace,
             num_experts=experts,
             num_ranks=ranks,
             num_slots=slots,
+            top_k=top_k,
             config=RebalanceConfig(cooldown_s=1.0),
         )
-    stage = with_policy(stage, policy)
-    check_start(stage)
-    windows = trace_windows(
-        ids,
-        stage.spec,
+    stage = with_limits(stage, max_moves=max_moves, free_copies=free_copies)
+    policies = wanted or (DEFAULT_POLICY,)
+    check_policies(stage, policies)
+    windows, stage = staged_windows(
+        trace,
+        stage,
         window_tokens=window_tokens,
-        window_s=stage.config.window_s,
-        sub_windows=stage.config.sub_windows,
+        phase=Phase.DECODE if decode else Phase.PREFILL,
     )
-    if not windows:
-        raise InvalidArgument(
-            f"{source}: {ids.shape[0]} tokens are less than one window of {window_tokens}; give "
-            "--window-tokens"
+    for note in trace.notes:
+        out.note(f"{source.name}: {note}")
+    show.replayed(windows, stage, policies)
+
+
+class _Show:
+    """Runs the comparison and shows it the way the options say."""
+
+    def __init__(self, out: Output, source: str, *, chart: bool, png: Path | None) -> None:
+        self._out = out
+        self._source = source
+        self._chart = chart
+        self._png = png
+
+    def replayed(
+        self,
+        windows: Sequence[LoadWindow],
+        stage: Stage,
+        policies: Sequence[str],
+        *,
+        measured: Sequence[float | None] | None = None,
+        checks: Sequence[SegmentCheck] = (),
+    ) -> None:
+        """Compare the policies on the windows and print."""
+        from moe_serve.cli.charts import text_chart, write_png
+        from moe_serve.cli.views.replay import (
+            checks_parts,
+            comparison_parts,
+            replay_panels,
+            replay_plain,
+            stage_line,
         )
-    out.note(stage_line(stage, source.name))
-    figures = replay_trace(windows, stage.spec, stage.topology, stage.config)
-    out.data(replay_plain(figures, None, ()), figures_parts(figures, None))
+        from placement.replay import compare
+
+        self._out.note(stage_line(stage, self._source, policies))
+        found = compare(windows, stage.spec, stage.topology, stage.config, policies)
+        panels = replay_panels(found, measured)
+        if self._png is not None:
+            write_png(self._png, panels)
+            self._out.note(f"chart written to {self._png}")
+        shown = [*checks_parts(checks), *comparison_parts(found, measured)]
+        if self._chart:
+            shown += ["", text_chart(panels[0])]
+        self._out.data(replay_plain(found, measured, checks), shown)
 
 
-def _journal(source: Path, policy: str, out: Output) -> None:
+def _journal(source: Path, policies: Sequence[str], max_moves: int | None, show: _Show) -> None:
     from moe_serve.cli.recordings import read_segments
     from moe_serve.cli.rehearsal import (
+        check_policies,
         check_segments,
-        check_start,
         journal_stage,
         journal_windows,
         measured,
-        with_policy,
+        with_limits,
     )
-    from moe_serve.cli.views.replay import checks_parts, figures_parts, replay_plain, stage_line
-    from placement.replay import replay_trace
 
     segments = read_segments(source)
     if not segments:
         raise InvalidArgument(f"{source} holds no whole segment: nothing to start from")
     checks = check_segments(segments)
-    stage = with_policy(journal_stage(segments), policy)
-    check_start(stage)
+    stage = with_limits(journal_stage(segments), max_moves=max_moves)
+    policies = policies or (stage.config.policy,)
+    check_policies(stage, policies)
     windows = journal_windows(segments)
-    seen = [measured(window) for window in windows]
-    out.note(stage_line(stage, source.name))
-    figures = replay_trace(windows, stage.spec, stage.topology, stage.config) if windows else None
-    shown = [] if figures is None else figures_parts(figures, seen)
-    out.data(replay_plain(figures, seen, checks), [*checks_parts(checks), *shown])
+    show.replayed(
+        windows,
+        stage,
+        policies,
+        measured=[measured(window) for window in windows],
+        checks=checks,
+    )
     if any(check.reaches_next is False for check in checks):
         raise typer.Exit(ExitCode.FAILED)

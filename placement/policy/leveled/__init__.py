@@ -10,16 +10,19 @@ never choose a change. Called by the incremental policy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+from placement.policy.leveled.drops.kernels import cheapest_drops
 from placement.policy.leveled.kernels import (
     FloatArray,
     IntArray,
     Layer,
     Scratch,
     World,
-    cheapest_drops,
+    level_all,
     relevel,
     scratch_for,
 )
@@ -34,8 +37,9 @@ class Leveled:
 
     value: float64 [layers], what the search lowers. slowest_s: float64 [layers], seconds a second
     of the slowest rank, weighted over scenarios: the objective is its sum. fair_s: float64
-    [layers], the same if the load were even. victim_loss / victim: [layers, ranks], cheapest
-    surplus replica of each layer on each rank and what it is worth.
+    [layers], the same if the load were even.
+
+    Flows and loads are kept of one layer at a time: `view` lends them, `relevel` fills them.
     """
 
     def __init__(
@@ -57,31 +61,47 @@ class Leveled:
         speed = float((1.0 / pair_s[occupancy.domain >= 0]).sum())
         mean = np.tensordot(self.world.weights, demand, axes=1)
         self._num_experts = int(experts)
-        self._expert_at = np.argsort(-mean, axis=1, kind="stable")
-        by_layer = np.take_along_axis(
-            demand.transpose(1, 0, 2), self._expert_at[:, None, :], axis=2
+        self.expert_at: IntArray = np.argsort(-mean, axis=1, kind="stable")
+        self._demand = np.ascontiguousarray(
+            np.take_along_axis(demand.transpose(1, 0, 2), self.expert_at[:, None, :], axis=2)
         )
-        by_layer = np.array(by_layer, dtype=np.float64, order="C")
-        fair = by_layer.sum(axis=2) / speed
-        self.fair_s: FloatArray = fair @ self.world.weights
+        self._fair = np.ascontiguousarray(self._demand.sum(axis=2) / speed)
+        self.fair_s: FloatArray = self._fair @ self.world.weights
         self.value: FloatArray = np.zeros(layers)
         self.slowest_s: FloatArray = np.zeros(layers)
-        self.victim_loss: FloatArray = np.full((layers, ranks), np.inf)
-        self.victim: IntArray = np.full((layers, ranks), -1, dtype=np.int64)
         self.scratch: Scratch = scratch_for(experts, ranks)
-        self.layers = [
-            Layer(
-                demand=by_layer[layer],
-                fair=fair[layer],
-                host_rank=np.zeros((experts, ranks), dtype=np.int64),
-                host_count=np.zeros(experts, dtype=np.int64),
-                flow=np.zeros((scenarios, experts, ranks)),
-                load=np.zeros((scenarios, ranks)),
-            )
-            for layer in range(layers)
-        ]
+        self._host_rank: IntArray = np.zeros((layers, experts, ranks), dtype=np.int64)
+        self._host_count: IntArray = np.zeros((layers, experts), dtype=np.int64)
+        # One column more: rows a power of two apart would share cache lines of one set.
+        self._flow: FloatArray = np.zeros((scenarios, experts, ranks + 1))
+        self._load: FloatArray = np.zeros((scenarios, ranks))
+        self._victim_loss: FloatArray = np.full((layers, ranks), np.inf)
+        self._victim: IntArray = np.full((layers, ranks), -1, dtype=np.int64)
+        self._victims_known = np.zeros(layers, dtype=np.bool_)
         for layer in range(layers):
-            self.refresh(layer)
+            self._read_hosts(layer)
+        level_all(
+            self._demand,
+            self._fair,
+            self._host_rank,
+            self._host_count,
+            self.view(0),
+            self.world,
+            self.scratch,
+            self.value,
+            self.slowest_s,
+        )
+
+    def view(self, layer: int) -> Layer:
+        """A layer's arrays. Its flows and loads are those of the layer levelled last."""
+        return Layer(
+            demand=self._demand[layer],
+            fair=self._fair[layer],
+            host_rank=self._host_rank[layer],
+            host_count=self._host_count[layer],
+            flow=self._flow,
+            load=self._load,
+        )
 
     def refresh(self, layer: int) -> None:
         """Read the layer's hosts from the occupancy and level it from nothing.
@@ -89,51 +109,59 @@ class Leveled:
         From nothing, so that the figures depend on the layout alone and never on the way to it:
         planning again from a plan's own result sees exactly what that plan saw last.
         """
-        view = self.layers[layer]
-        hosted = self._occupancy.hosts_of_layer(layer)[self._expert_at[layer]]
-        position, rank = np.nonzero(hosted)
-        view.host_count[:] = np.bincount(position, minlength=self._num_experts)
-        starts = np.concatenate(([0], np.cumsum(view.host_count)[:-1]))
-        view.host_rank[position, np.arange(len(position)) - starts[position]] = rank
-        self.value[layer], self.slowest_s[layer] = relevel(view, self.world, self.scratch)
-        cheapest_drops(
-            view,
-            self.world,
-            self.scratch,
-            float(self.value[layer]),
-            self.victim_loss[layer],
-            self.victim[layer],
-        )
+        self._read_hosts(layer)
+        found = relevel(self.view(layer), self.world, self.scratch)
+        self.value[layer], self.slowest_s[layer] = found
+
+    def settle(self, layer: int, value: float, slowest_s: float) -> None:
+        """Take over the figures of hosts that the search has changed in the layer's view, and the
+        occupancy with them.
+        """
+        self.value[layer], self.slowest_s[layer] = value, slowest_s
+        self._victims_known[layer] = False
 
     def key(self, layer: int, position: int) -> int:
         """Key of the expert that stands at a position of a layer."""
-        return layer * self._num_experts + int(self._expert_at[layer, position])
+        return layer * self._num_experts + int(self.expert_at[layer, position])
 
-    def cheapest(self, rank: int, but_layer: int = -1) -> tuple[float, int, int]:
-        """(value lost, layer, key) of the least useful surplus replica on the rank, -1 = none.
+    @property
+    def victim_loss(self) -> FloatArray:
+        """Most that the cheapest surplus replica of each layer on each rank can be worth: float64
+        [layers, ranks]; inf where there is none.
+        """
+        for layer in np.nonzero(~self._victims_known)[0]:
+            view = self.view(int(layer))
+            relevel(view, self.world, self.scratch)
+            cheapest_drops(
+                view, self.world, self.scratch, self._victim_loss[layer], self._victim[layer]
+            )
+            self._victims_known[layer] = True
+        return self._victim_loss
 
-        but_layer: a layer to leave out.
+    def cheapest(
+        self, rank: int, but_layers: Sequence[int] = (), layer: int = -1
+    ) -> tuple[float, int, int]:
+        """(value lost, layer, key) of the least useful surplus replica on the rank, key -1 = none.
+
+        but_layers: layers to leave out. layer: the only one to look at.
         """
         loss = self.victim_loss[:, rank].copy()
-        if but_layer >= 0:
-            loss[but_layer] = np.inf
-        layer = int(np.argmin(loss))
-        if not np.isfinite(loss[layer]):
+        loss[list(but_layers)] = np.inf
+        found = layer if layer >= 0 else int(np.argmin(loss))
+        if not np.isfinite(loss[found]):
             return float("inf"), -1, -1
-        return float(loss[layer]), layer, self.key(layer, int(self.victim[layer, rank]))
-
-    def used(self, layer: int, position: int, rank: int) -> bool:
-        """Whether any scenario sends pairs to that replica."""
-        view = self.layers[layer]
-        hosts = view.host_rank[position, : view.host_count[position]]
-        return bool((view.flow[:, position, : len(hosts)][:, hosts == rank] > 0).any())
+        return float(loss[found]), found, self.key(found, int(self._victim[found, rank]))
 
     def balance(self, layer: int) -> float:
         """Fair over slowest of a layer, in (0, 1]; 1 without load."""
         slowest = float(self.slowest_s[layer])
         return float(self.fair_s[layer]) / slowest if slowest > 0 else 1.0
 
-    def mean_load(self, layer: int) -> FloatArray:
-        """Seconds a second of each rank for a layer, weighted over scenarios: float64 [ranks]."""
-        load: FloatArray = self.world.weights @ self.layers[layer].load
-        return load
+    def _read_hosts(self, layer: int) -> None:
+        hosted = self._occupancy.hosts_of_layer(layer)[self.expert_at[layer]]
+        position, rank = np.nonzero(hosted)
+        count = np.bincount(position, minlength=self._num_experts)
+        starts = np.concatenate(([0], np.cumsum(count)[:-1]))
+        self._host_count[layer] = count
+        self._host_rank[layer, position, np.arange(len(position)) - starts[position]] = rank
+        self._victims_known[layer] = False

@@ -1,15 +1,16 @@
+# ruff: noqa: PLR0913, PLR0917 - numba unpacks a structure slower than the work itself takes
 # ruff: noqa: PLR1714 - numba would build a tuple or set where two comparisons do
 """Levelling a layer, and the value of small changes to it, compiled.
 
 The theory, in plain words. A layer's replicas are given; the router levels every batch over them,
 so the policy does too: each expert with several hosts pours its pairs over them like water, round
 after round, until little moves. Loads are in seconds (pairs x seconds a pair of the rank), so a
-slow rank fills sooner. The *value* of a layer is what its slowest rank takes plus a small steep
+slow rank fills sooner. The *value* of a layer lies between what its slowest rank takes and a steep
 mean over ranks (a power mean). Without the second part two equally hot ranks would make a
 plateau: no single write lowers the maximum.
 
 A *trial* is one small change: other hosts of one or two experts, levelled in a copy of the
-layer's flows.
+layer's flows. Two rounds rank candidates well; the change that is taken is levelled from nothing.
 
 Responsible for this arithmetic. Must never allocate what grows with the number of trials, use
 fastmath, or break a tie by anything but lowest id. Called by `leveled` and by the kernels of
@@ -26,12 +27,17 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-LEVEL_ROUNDS = 24
-TRIAL_ROUNDS = 3
-SETTLED = 1e-7
+LEVEL_ROUNDS = 16
+TRIAL_ROUNDS = 2
+RELAX = 1.3
+"""How far an expert's pairs over two hosts are shifted towards level: beyond it, because levels
+travel over many ranks in few rounds then (successive over-relaxation)."""
+TRIAL_RELAX = 1.3
+SETTLED = 1e-4
 """Rounds end when no load moved by more than this share of the fair one."""
-STEEP_WEIGHT = 0.4
-"""Weight of the power mean beside the maximum."""
+STEEP_WEIGHT = 4.0
+"""Weight of the power mean beside the maximum's 1. High: what relieves the second-hottest rank, or
+a scenario's, is worth its write before it shows in the maximum."""
 STEEP = 12
 
 
@@ -60,7 +66,7 @@ class Layer(NamedTuple):
     host_count: IntArray
     """[E]."""
     flow: FloatArray
-    """[S, E, R], pairs a second of each host, by place in host_rank."""
+    """[S, E, R or more], pairs a second of each host, by place in host_rank."""
     load: FloatArray
     """[S, R], seconds a second of each rank."""
 
@@ -94,46 +100,95 @@ def scratch_for(num_experts: int, num_ranks: int) -> Scratch:
     )
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def pour(
+    expert: int,
     pairs: float,
-    hosts: IntArray,
+    host_rank: IntArray,
     count: int,
     pair_s: FloatArray,
     flow: FloatArray,
     load: FloatArray,
     order: IntArray,
 ) -> float:
-    """Pour an expert's pairs over its hosts anew; returns the largest change of a rank's load."""
+    """Pour an expert's pairs over its hosts anew; returns the largest change of a rank's load.
+
+    host_rank, flow: [E, R], all experts: a view of the expert's own rows would cost more than the
+    pouring.
+    """
     for i in range(count):
-        load[hosts[i]] -= flow[i] * pair_s[hosts[i]]
+        rank = host_rank[expert, i]
+        load[rank] -= flow[expert, i] * pair_s[rank]
         j = i - 1
-        while j >= 0 and load[hosts[order[j]]] > load[hosts[i]]:
+        while j >= 0 and load[host_rank[expert, order[j]]] > load[rank]:
             order[j + 1] = order[j]
             j -= 1
         order[j + 1] = i
     speed, work, level, filled = 0.0, pairs, 0.0, count
     for i in range(count):
-        rank = hosts[order[i]]
+        rank = host_rank[expert, order[i]]
         speed += 1.0 / pair_s[rank]
         work += load[rank] / pair_s[rank]
         level = work / speed
-        if i + 1 == count or level <= load[hosts[order[i + 1]]]:
+        if i + 1 == count or level <= load[host_rank[expert, order[i + 1]]]:
             filled = i + 1
             break
     moved = 0.0
     for i in range(count):
-        rank = hosts[order[i]]
+        rank = host_rank[expert, order[i]]
         give = max(0.0, (level - load[rank]) / pair_s[rank]) if i < filled else 0.0
-        moved = max(moved, abs(give - flow[order[i]]) * pair_s[rank])
-        flow[order[i]] = give
+        moved = max(moved, abs(give - flow[expert, order[i]]) * pair_s[rank])
+        flow[expert, order[i]] = give
         load[rank] += give * pair_s[rank]
     return moved
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
+def pour_round(
+    experts: IntArray,
+    how_many: int,
+    pairs: FloatArray,
+    host_rank: IntArray,
+    host_count: IntArray,
+    pair_s: FloatArray,
+    flow: FloatArray,
+    load: FloatArray,
+    order: IntArray,
+    relax: float,
+) -> float:
+    """`pour` each of the first `how_many` experts named, once; returns the largest change.
+
+    Experts with two hosts, nearly all, are poured here: a call for each would cost ten times the
+    arithmetic. relax: how far they go towards level.
+    """
+    moved = 0.0
+    for k in range(how_many):
+        expert = experts[k]
+        if host_count[expert] != 2:
+            change = pour(
+                expert, pairs[expert], host_rank, host_count[expert], pair_s, flow, load, order
+            )
+            moved = max(moved, change)
+            continue
+        a, b = host_rank[expert, 0], host_rank[expert, 1]
+        pair_a, pair_b, before, both = pair_s[a], pair_s[b], flow[expert, 0], pairs[expert]
+        load_a = load[a] - before * pair_a
+        load_b = load[b] - flow[expert, 1] * pair_b
+        half = (load_b - load_a + both * pair_b) / (pair_a + pair_b)
+        half = min(max(before + relax * (half - before), 0.0), both)
+        flow[expert, 0] = half
+        flow[expert, 1] = both - half
+        load[a] = load_a + half * pair_a
+        load[b] = load_b + (both - half) * pair_b
+        moved = max(moved, abs(half - before) * pair_a)
+    return moved
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def value_of(load: FloatArray, fair: float, domain: IntArray) -> float:
-    """Seconds of the slowest rank plus STEEP_WEIGHT x power mean over ranks; 0 without load."""
+    """Mean of the slowest rank's seconds, weight 1, and the power mean over ranks, weight
+    STEEP_WEIGHT; 0 without load.
+    """
     if fair <= 0.0:
         return 0.0
     slowest, steep, ranks = 0.0, 0.0, 0
@@ -142,11 +197,13 @@ def value_of(load: FloatArray, fair: float, domain: IntArray) -> float:
             slowest = max(slowest, load[rank])
             steep += steepness(load[rank] / fair)
             ranks += 1
-    steep_s: float = fair * (steep / ranks) ** (1.0 / STEEP)
-    return slowest + STEEP_WEIGHT * steep_s
+    # the twelfth root, by cheaper ones
+    steep_s = fair * np.sqrt(np.sqrt(np.cbrt(steep / ranks)))
+    value: float = (slowest + STEEP_WEIGHT * steep_s) / (1.0 + STEEP_WEIGHT)
+    return value
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def steepness(ratio: float) -> float:
     """ratio^STEEP of a load that is `ratio` times the fair one."""
     square = ratio * ratio
@@ -154,7 +211,7 @@ def steepness(ratio: float) -> float:
     return fourth * fourth * fourth
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def relevel(layer: Layer, world: World, scratch: Scratch) -> tuple[float, float]:
     """Level a layer from nothing into layer.flow and layer.load; returns (value, seconds of the
     slowest rank).
@@ -167,25 +224,26 @@ def relevel(layer: Layer, world: World, scratch: Scratch) -> tuple[float, float]
         load, flow = layer.load[s], layer.flow[s]
         load[:] = 0.0
         for expert in range(layer.demand.shape[1]):
-            count = layer.host_count[expert]
-            for i in range(count):
-                rank = layer.host_rank[expert, i]
-                flow[expert, i] = layer.demand[s, expert] / count
-                load[rank] += flow[expert, i] * world.pair_s[rank]
-        for _ in range(LEVEL_ROUNDS):
-            moved = 0.0
-            for k in range(shared):
-                expert = scratch.multi[k]
-                change = pour(
-                    layer.demand[s, expert],
-                    layer.host_rank[expert],
-                    layer.host_count[expert],
-                    world.pair_s,
-                    flow[expert],
-                    load,
-                    scratch.order,
-                )
-                moved = max(moved, change)
+            if layer.host_count[expert] == 1:
+                rank = layer.host_rank[expert, 0]
+                flow[expert, 0] = layer.demand[s, expert]
+                load[rank] += flow[expert, 0] * world.pair_s[rank]
+            else:
+                for i in range(layer.host_count[expert]):
+                    flow[expert, i] = 0.0
+        for number in range(LEVEL_ROUNDS):
+            moved = pour_round(
+                scratch.multi,
+                shared,
+                layer.demand[s],
+                layer.host_rank,
+                layer.host_count,
+                world.pair_s,
+                flow,
+                load,
+                scratch.order,
+                RELAX if number > 0 else 1.0,
+            )
             if moved <= SETTLED * layer.fair[s]:
                 break
         value += world.weights[s] * value_of(load, layer.fair[s], world.domain)
@@ -193,7 +251,7 @@ def relevel(layer: Layer, world: World, scratch: Scratch) -> tuple[float, float]
     return value, slowest
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def list_shared(host_count: IntArray, first: int, second: int, multi: IntArray) -> int:
     """Experts with several hosts into `multi`, `first` and `second` in front; returns how many."""
     found = 0
@@ -210,28 +268,34 @@ def list_shared(host_count: IntArray, first: int, second: int, multi: IntArray) 
     return found
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def save_hosts(layer: Layer, slot: int, expert: int, scratch: Scratch) -> None:
     """Remember an expert's hosts as number `slot` (0 or 1) of the trial."""
     scratch.saved_count[slot] = layer.host_count[expert]
     scratch.saved_rank[slot, :] = layer.host_rank[expert, :]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def restore_hosts(layer: Layer, slot: int, expert: int, scratch: Scratch) -> None:
     """Undo what a trial did to an expert's hosts."""
     layer.host_count[expert] = scratch.saved_count[slot]
     layer.host_rank[expert, :] = scratch.saved_rank[slot, :]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def add_host(layer: Layer, expert: int, rank: int) -> None:
-    """Append a host."""
-    layer.host_rank[expert, layer.host_count[expert]] = rank
+    """Insert a host; hosts stand by ascending rank, so that figures do not depend on their
+    history.
+    """
+    at = layer.host_count[expert]
+    while at > 0 and layer.host_rank[expert, at - 1] > rank:
+        layer.host_rank[expert, at] = layer.host_rank[expert, at - 1]
+        at -= 1
+    layer.host_rank[expert, at] = rank
     layer.host_count[expert] += 1
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def drop_host(layer: Layer, expert: int, rank: int) -> None:
     """Take a host away; the others keep their order."""
     kept = 0
@@ -242,151 +306,92 @@ def drop_host(layer: Layer, expert: int, rank: int) -> None:
     layer.host_count[expert] = kept
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
+def lend(
+    layer: Layer, world: World, scratch: Scratch, s: int, shared: int, first: int, second: int
+) -> None:
+    """Loads and flows of scenario s into the scratch, without those of the changed experts."""
+    load, flow = scratch.load, scratch.flow
+    for rank in range(load.shape[0]):
+        load[rank] = layer.load[s, rank]
+    for k in range(shared):
+        expert = scratch.multi[k]
+        if expert != first and expert != second:
+            for i in range(layer.host_count[expert]):
+                flow[expert, i] = layer.flow[s, expert, i]
+    for slot in range(2):
+        expert = first if slot == 0 else second
+        if expert >= 0:
+            for i in range(scratch.saved_count[slot]):
+                rank = scratch.saved_rank[slot, i]
+                load[rank] -= layer.flow[s, expert, i] * world.pair_s[rank]
+            for i in range(layer.host_count[expert]):
+                flow[expert, i] = 0.0
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def trial_value(
     layer: Layer, world: World, scratch: Scratch, first: int, second: int, limit: float
 ) -> float:
     """Value of the layer with the changed hosts of `first` and `second` (-1 = none), whose old
     ones are saved.
 
-    Stops early, with what it has, once that exceeds `limit`.
+    Stops early once the value must exceed `limit`, and returns at least `limit` then: no scenario
+    can be better than even.
     """
     shared = list_shared(layer.host_count, first, second, scratch.multi)
-    value = 0.0
+    load, flow = scratch.load, scratch.flow
+    value, even = 0.0, 0.0
     for s in range(layer.demand.shape[0]):
-        load, flow = scratch.load, scratch.flow
-        load[:] = layer.load[s]
-        for k in range(shared):
-            expert = scratch.multi[k]
-            if expert != first and expert != second:
-                for i in range(layer.host_count[expert]):
-                    flow[expert, i] = layer.flow[s, expert, i]
-        for slot in range(2):
-            expert = first if slot == 0 else second
-            if expert >= 0:
-                for i in range(scratch.saved_count[slot]):
-                    rank = scratch.saved_rank[slot, i]
-                    load[rank] -= layer.flow[s, expert, i] * world.pair_s[rank]
-                flow[expert, :] = 0.0
+        even += world.weights[s] * layer.fair[s]
+    for s in range(layer.demand.shape[0]):
+        lend(layer, world, scratch, s, shared, first, second)
         for _ in range(TRIAL_ROUNDS):
-            for k in range(shared):
-                expert = scratch.multi[k]
-                pour(
-                    layer.demand[s, expert],
-                    layer.host_rank[expert],
-                    layer.host_count[expert],
-                    world.pair_s,
-                    flow[expert],
-                    load,
-                    scratch.order,
-                )
+            pour_round(
+                scratch.multi,
+                shared,
+                layer.demand[s],
+                layer.host_rank,
+                layer.host_count,
+                world.pair_s,
+                flow,
+                load,
+                scratch.order,
+                TRIAL_RELAX,
+            )
         value += world.weights[s] * value_of(load, layer.fair[s], world.domain)
-        if value > limit:
-            break
+        even -= world.weights[s] * layer.fair[s]
+        if value + even > limit:
+            least: float = max(value + even, limit)
+            return least
     return value
 
 
-@njit(cache=True, nogil=True)
-def may_leave(layer: Layer, world: World, expert: int, rank: int, joins: int) -> bool:
-    """Whether `expert` may leave `rank` (and join rank `joins`, -1 = none): never the last
-    replica, never below floor.
-    """
-    count = layer.host_count[expert]
-    if count < 2 and joins < 0:
-        return False
-    before, after = 0, 0
-    for i in range(count):
-        here = world.domain[layer.host_rank[expert, i]]
-        first_before, first_after = True, layer.host_rank[expert, i] != rank
-        for j in range(i):
-            other = layer.host_rank[expert, j]
-            if world.domain[other] == here:
-                first_before = False
-                if other != rank:
-                    first_after = False
-        before += first_before
-        after += first_after
-    if joins >= 0:
-        new = True
-        for i in range(count):
-            other = layer.host_rank[expert, i]
-            if other != rank and world.domain[other] == world.domain[joins]:
-                new = False
-        after += new
-    return after >= min(world.floor, before)
-
-
-@njit(cache=True, nogil=True)
-def shift_gain(layer: Layer, world: World, s: int, source: int, target: int, pairs: float) -> float:
-    """Steepness saved in scenario s by moving `pairs` from one rank to another."""
-    fair = layer.fair[s]
-    if fair <= 0.0:
-        return 0.0
-    a, b = layer.load[s, source] / fair, layer.load[s, target] / fair
-    down, up = pairs * world.pair_s[source] / fair, pairs * world.pair_s[target] / fair
-    return steepness(a) - steepness(a - down) + steepness(b) - steepness(b + up)
-
-
-@njit(cache=True, nogil=True)
-def drop_estimate(layer: Layer, world: World, expert: int, place: int) -> float:
-    """First-order loss if a replica goes and its pairs move to the expert's coldest other host."""
-    rank = layer.host_rank[expert, place]
-    loss = 0.0
-    for s in range(layer.demand.shape[0]):
-        pairs = layer.flow[s, expert, place]
-        if pairs <= 0.0:
-            continue
-        coldest = -1
-        for i in range(layer.host_count[expert]):
-            other = layer.host_rank[expert, i]
-            if i != place and (coldest < 0 or layer.load[s, other] < layer.load[s, coldest]):
-                coldest = other
-        loss -= world.weights[s] * shift_gain(layer, world, s, rank, coldest, pairs)
-    return loss
-
-
-@njit(cache=True, nogil=True)
-def drop_loss(
-    layer: Layer, world: World, scratch: Scratch, expert: int, rank: int, value: float
-) -> float:
-    """Value lost if the expert's replica on `rank` goes; exactly 0 if no scenario uses it.
-    `value` is the layer's now.
-    """
-    used = False
-    for i in range(layer.host_count[expert]):
-        if layer.host_rank[expert, i] == rank:
-            for s in range(layer.demand.shape[0]):
-                used = used or layer.flow[s, expert, i] > 0.0
-    if not used:
-        return 0.0
-    save_hosts(layer, 0, expert, scratch)
-    drop_host(layer, expert, rank)
-    after = trial_value(layer, world, scratch, expert, -1, np.inf)
-    restore_hosts(layer, 0, expert, scratch)
-    return max(0.0, after - value)
-
-
-@njit(cache=True, nogil=True)
-def cheapest_drops(
-    layer: Layer, world: World, scratch: Scratch, value: float, loss: FloatArray, victim: IntArray
+@njit(cache=True, nogil=True, error_model="numpy")
+def level_all(
+    demand: FloatArray,
+    fair: FloatArray,
+    host_rank: IntArray,
+    host_count: IntArray,
+    work: Layer,
+    world: World,
+    scratch: Scratch,
+    value: FloatArray,
+    slowest: FloatArray,
 ) -> None:
-    """For each rank the surplus replica of this layer whose loss is least: `loss` [R] (inf =
-    none), `victim` [R].
+    """`relevel` of every layer. demand: [L, S, E]; fair: [L, S]; host_rank: [L, E, R]; host_count:
+    [L, E]; value and slowest: [L], results. `work` lends its flow and load.
     """
-    estimate = np.full(loss.shape[0], np.inf)
-    loss[:] = np.inf
-    victim[:] = -1
-    for expert in range(layer.host_count.shape[0]):
-        for i in range(layer.host_count[expert]):
-            rank = layer.host_rank[expert, i]
-            if may_leave(layer, world, expert, rank, -1):
-                guess = drop_estimate(layer, world, expert, i)
-                if guess < estimate[rank]:
-                    estimate[rank] = guess
-                    victim[rank] = expert
-    for rank in range(loss.shape[0]):
-        if victim[rank] >= 0:
-            loss[rank] = drop_loss(layer, world, scratch, victim[rank], rank, value)
+    for number in range(demand.shape[0]):
+        layer = Layer(
+            demand[number],
+            fair[number],
+            host_rank[number],
+            host_count[number],
+            work.flow,
+            work.load,
+        )
+        value[number], slowest[number] = relevel(layer, world, scratch)
 
 
 def warm() -> None:
@@ -401,5 +406,15 @@ def warm() -> None:
         load=np.zeros((1, 2)),
     )
     scratch = scratch_for(2, 2)
-    value, _ = relevel(layer, world, scratch)
-    cheapest_drops(layer, world, scratch, value, np.zeros(2), np.zeros(2, np.int64))
+    relevel(layer, world, scratch)
+    level_all(
+        layer.demand[None],
+        layer.fair[None],
+        layer.host_rank[None],
+        layer.host_count[None],
+        layer,
+        world,
+        scratch,
+        np.zeros(1),
+        np.zeros(1),
+    )

@@ -58,14 +58,17 @@ def assign_pairs(
     pair_valid: npt.ArrayLike | None,
     quotas: npt.ArrayLike,
     tie_offset: int = 0,
+    room: npt.ArrayLike | None = None,
 ) -> Int32Array:
     """Choose a replica for every valid pair -> int32 [T, k].
 
     The result indexes `compiled.replica_slot` and `replica_rank`; -1 where the pair is invalid.
 
     topk_ids: int32 [T, k]. pair_valid: bool or uint8 [T, k], None = all. quotas: int64 [replicas],
-    from `split_counts` or `split_activated` on the counts of this batch; each is met exactly.
-    tie_offset turns the token that chooses first.
+    from `split_counts` or `split_activated` on the counts of this batch; each is met exactly where
+    no room is given. tie_offset turns the token that chooses first. room: int64 [ranks], pairs that
+    each rank may take beyond its quotas where that saves a row. With room = the largest load less
+    the rank's own, the largest load stays what it is.
 
     Expert 0 is on ranks 0 and 1, expert 1 on rank 1 only. Token 1 must go to rank 1 for expert 1,
     so its expert 0 is served there too, and token 0 takes the replica on rank 0:
@@ -75,19 +78,35 @@ def assign_pairs(
     >>> assign_pairs(layer, [[0, -1], [0, 1]], pair_valid, quotas=[1, 1, 1]).tolist()
     [[0, -1], [1, 2]]
 
+    With room for one pair more on rank 1, a token sends one row instead of two:
+
+    >>> layer = compile_layer([0, 0, 1], [0, 1, 1], num_experts=2, num_ranks=2)
+    >>> assign_pairs(layer, [[0, 1]], None, quotas=[1, 0, 1]).tolist()
+    [[0, 2]]
+    >>> assign_pairs(layer, [[0, 1]], None, quotas=[1, 0, 1], room=[0, 1]).tolist()
+    [[1, 2]]
+
     Raises SplitError for shapes, dtypes, ids that are no expert, and quotas that do not add up to
     the valid pairs of an expert.
     """
     ids = id_matrix("topk_ids", topk_ids)
     valid = valid_matrix(pair_valid, ids.shape)
     wanted = int64_vector("quotas", quotas, length=compiled.num_replicas)
+    spare = (
+        np.empty(0, np.int64)
+        if room is None
+        else int64_vector("room", room, length=compiled.num_ranks)
+    )
     chosen = np.empty(ids.size, np.int32)
     status, at = choose(
         ids,
         valid,
         wanted,
+        spare,
         compiled.replica_ptr,
         compiled.replica_rank,
+        compiled.only_replica,
+        compiled.plural,
         compiled.num_ranks,
         tie_word(tie_offset),
         chosen,

@@ -1,13 +1,14 @@
 # ruff: noqa: PLR0913, PLR0917 - numba unpacks a structure slower than the work itself takes
 """The loops of the pair choice, compiled: which (token, k) pair goes to which replica.
 
-Rows travel once a rank, so a token whose experts lie on few ranks sends fewer rows. Three passes
-over the batch, the sure savings first: (1) pairs with one possible replica say on which ranks their
-token is anyway, and other pairs of that token join them there; (2) pairs still open meet on the
-rank that the most open pairs of their token share; (3) the rest goes where most quota remains.
+Rows travel once a rank, so a token whose experts lie on few ranks sends fewer rows. Passes over the
+batch, the sure savings first: (1) pairs with one possible replica say on which ranks their token is
+anyway, and other pairs of that token join them there; (2) pairs still open meet on the rank that
+the most open pairs of their token share; (3) the rest goes where most quota remains; (4) where
+ranks have room beyond their quotas, a pair that is alone on its rank joins its token elsewhere.
 
-Responsible for: this choice under exact quotas. Must never change a quota or raise. Called by
-`placement.split.pairs` only.
+Responsible for: this choice. Must never leave a quota but for room that was given, or raise. Called
+by `placement.split.pairs` only.
 """
 
 import numpy as np
@@ -41,22 +42,31 @@ def count_pairs(topk_ids: Int32Array, pair_valid: ByteArray, counts: Int64Array)
 
 
 @njit(cache=True, nogil=True)
-def sole_replicas(quotas: Int64Array, replica_ptr: Int64Array, sole: Int64Array) -> int:
-    """sole[expert] = its only replica with quota, -1 for none or several.
+def sole_replicas(
+    quotas: Int64Array,
+    replica_ptr: Int64Array,
+    only_replica: Int64Array,
+    plural: Int64Array,
+    sole: Int64Array,
+) -> int:
+    """sole[expert] = its only replica with quota, -1 for none or several; one without a second
+    replica is taken whatever its quota.
 
     -> -1, or a replica with a negative quota.
     """
-    for expert in range(replica_ptr.shape[0] - 1):
+    sole[:] = only_replica
+    for i in range(plural.shape[0]):
+        expert = plural[i]
         found = 0
-        sole[expert] = -1
         for replica in range(replica_ptr[expert], replica_ptr[expert + 1]):
-            if quotas[replica] < 0:
-                return replica
             if quotas[replica] > 0:
                 found += 1
                 sole[expert] = replica
         if found > 1:
             sole[expert] = -1
+    for replica in range(quotas.shape[0]):
+        if quotas[replica] < 0:
+            return replica
     return -1
 
 
@@ -82,9 +92,10 @@ def join(
         best = -1
         most = 0
         for replica in range(replica_ptr[expert], replica_ptr[expert + 1]):
-            if left[replica] > most and used[replica_rank[replica]] == mark:
-                most = left[replica]
-                best = replica
+            # Without a branch: which rank the token uses cannot be foreseen.
+            here = left[replica] * int(used[replica_rank[replica]] == mark)
+            best = replica if here > most else best
+            most = max(most, here)
         if best < 0:
             pairs[still_open] = pair
             still_open += 1
@@ -121,10 +132,8 @@ def meeting_rank(
             if left[replica] == 0 or rank == before:
                 continue
             before = rank
-            if seen[rank] != mark:
-                seen[rank] = mark
-                cover[rank] = 0
-            cover[rank] += 1
+            cover[rank] = cover[rank] * int(seen[rank] == mark) + 1
+            seen[rank] = mark
             if cover[rank] > most:
                 most = cover[rank]
                 best = rank
@@ -153,6 +162,7 @@ def first_pass(
     tokens, width = topk_ids.shape
     experts = topk_ids.reshape(-1)
     valid = pair_valid.reshape(-1)
+    nowhere = used.shape[0] - 1
     opened = 0
     filled = 0
     open_ptr[0] = 0
@@ -168,16 +178,18 @@ def first_pass(
             expert = experts[pair]
             if expert < 0 or expert >= sole.shape[0]:
                 return BAD_ID, pair, 0
+            # Without a branch: open or not cannot be foreseen. An open pair takes nothing of any
+            # replica and marks no rank, but one beyond the last.
             replica = sole[expert]
-            if replica < 0:
-                open_pairs[filled] = pair
-                filled += 1
-                continue
-            if left[replica] == 0:
+            is_open = replica < 0
+            open_pairs[filled] = pair
+            filled += int(is_open)
+            taken = max(replica, 0)
+            left[taken] -= int(not is_open)
+            if left[taken] < 0:
                 return QUOTA_SHORT, pair, 0
-            left[replica] -= 1
             chosen[pair] = replica
-            used[replica_rank[replica]] = token + 1
+            used[nowhere if is_open else replica_rank[taken]] = token + 1
         if filled > begin:
             filled = begin + join(
                 open_pairs[begin:filled],
@@ -200,25 +212,29 @@ def choose(
     topk_ids: Int32Array,
     pair_valid: ByteArray,
     quotas: Int64Array,
+    room: Int64Array,
     replica_ptr: Int64Array,
     replica_rank: Int64Array,
+    only_replica: Int64Array,
+    plural: Int64Array,
     num_ranks: int,
     tie_offset: int,
     chosen: Int32Array,
 ) -> tuple[int, int]:
-    """Fill chosen [T * k] with replicas, -1 where invalid.
+    """Fill chosen [T * k] with replicas, -1 where invalid. room: [ranks], or [0] for none.
 
     -> (status, flat pair or replica at fault).
     """
     tokens, width = topk_ids.shape
     experts = topk_ids.reshape(-1)
     sole = np.empty(replica_ptr.shape[0] - 1, np.int64)
-    negative = sole_replicas(quotas, replica_ptr, sole)
+    negative = sole_replicas(quotas, replica_ptr, only_replica, plural, sole)
     if negative >= 0:
         return NEGATIVE_QUOTA, negative
-    left = quotas.copy()
-    used = np.zeros(num_ranks, np.int64)
-    open_pairs = np.empty(tokens * width, np.int64)
+    left = np.zeros(quotas.shape[0] + 1, np.int64)  # so that there is a first one
+    left[:-1] = quotas
+    used = np.zeros(num_ranks + 1, np.int64)
+    open_pairs = np.empty(tokens * width + 1, np.int64)
     open_ptr = np.empty(tokens + 1, np.int64)
     start = turn(tie_offset, 0, _TOKEN_STEP, tokens)
     status, at, opened = first_pass(
@@ -236,7 +252,7 @@ def choose(
     )
     if status != GOOD:
         return status, at
-    cover = np.empty(num_ranks, np.int64)
+    cover = np.zeros(num_ranks, np.int64)
     mark = tokens
     for i in range(opened):
         pairs = open_pairs[open_ptr[i] : open_ptr[i + 1]]
@@ -254,7 +270,12 @@ def choose(
                 pairs[:still_open], experts, replica_ptr, replica_rank, used, mark, left, chosen
             )
         pairs[still_open:] = -1
-    return last_pass(open_pairs[: open_ptr[opened]], experts, replica_ptr, left, chosen)
+    status, at = last_pass(open_pairs[: open_ptr[opened]], experts, replica_ptr, left, chosen)
+    if status == GOOD and room.shape[0] > 0:
+        # More room than there are pairs is as good as infinite, and this cannot overflow.
+        spare = np.minimum(room, topk_ids.size)
+        gather(topk_ids, start, replica_ptr, replica_rank, only_replica, spare, chosen)
+    return status, at
 
 
 @njit(cache=True, nogil=True)
@@ -290,12 +311,97 @@ def last_pass(
     return GOOD, 0
 
 
+@njit(cache=True, nogil=True)
+def roomiest(
+    first: int,
+    last: int,
+    replica_rank: Int64Array,
+    seen: Int64Array,
+    token: int,
+    pairs_there: Int64Array,
+    room: Int64Array,
+) -> int:
+    """The replica of first .. last - 1 with most room on a rank that serves pairs of the token, or
+    -1.
+    """
+    best = -1
+    most = 0
+    for replica in range(first, last):
+        rank = replica_rank[replica]
+        here = room[rank] * int((seen[rank] == token) & (pairs_there[rank] > 0))
+        best = replica if here > most else best
+        most = max(most, here)
+    return best
+
+
+@njit(cache=True, nogil=True)
+def gather(
+    topk_ids: Int32Array,
+    start: int,
+    replica_ptr: Int64Array,
+    replica_rank: Int64Array,
+    only_replica: Int64Array,
+    room: Int64Array,
+    chosen: Int32Array,
+) -> None:
+    """Pass four: a pair alone on its rank joins the rank with most room among its token's others.
+
+    room: pairs a rank may still take; a pair that leaves gives its rank room for one.
+    """
+    tokens, width = topk_ids.shape
+    experts = topk_ids.reshape(-1)
+    seen = np.full(room.shape[0], -1, np.int64)
+    pairs_there = np.zeros(room.shape[0], np.int64)
+    loose = np.empty(width + 1, np.int64)
+    for i in range(tokens):
+        token = start + i
+        if token >= tokens:
+            token -= tokens
+        found = 0
+        for pair in range(token * width, (token + 1) * width):
+            replica = chosen[pair]
+            if replica < 0:
+                continue
+            rank = replica_rank[replica]
+            pairs_there[rank] = pairs_there[rank] * int(seen[rank] == token) + 1
+            seen[rank] = token
+            loose[found] = pair
+            found += int(only_replica[experts[pair]] < 0)
+        for j in range(found):
+            pair = loose[j]
+            rank = replica_rank[chosen[pair]]
+            if pairs_there[rank] > 1:
+                continue
+            # Its own rank is out of the question with no other pair there.
+            pairs_there[rank] = 0
+            expert = experts[pair]
+            best = roomiest(
+                replica_ptr[expert],
+                replica_ptr[expert + 1],
+                replica_rank,
+                seen,
+                token,
+                pairs_there,
+                room,
+            )
+            if best < 0:
+                pairs_there[rank] = 1
+            else:
+                chosen[pair] = best
+                other = replica_rank[best]
+                pairs_there[other] += 1
+                room[rank] += 1
+                room[other] -= 1
+
+
 def warm() -> None:
     """Compile every entry for the types of production, by one call each on a tiny layer."""
     topk_ids = np.zeros((1, 1), np.int32)
     pair_valid = np.ones((1, 1), np.uint8)
     assert count_pairs(topk_ids, pair_valid, np.zeros(1, np.int64)) == -1
-    quotas = np.ones(1, np.int64)
+    quotas, room = np.ones(1, np.int64), np.zeros(1, np.int64)
     chosen = np.empty(1, np.int32)
-    status, _ = choose(topk_ids, pair_valid, quotas, frozen(0, 1), frozen(0), 1, 0, chosen)
+    index = (frozen(0, 1), frozen(0), frozen(0), frozen())
+    status, _ = choose(topk_ids, pair_valid, quotas, room, *index, 1, 0, chosen)
     assert status == GOOD
+    assert chosen[0] == 0

@@ -8,12 +8,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from moe_serve.cli.app import app
 from moe_serve.cli.recordings import is_journal, read_segments
 from moe_serve.cli.rehearsal import check_segments
-from moe_serve.cli.views.replay import HEADERS
+from moe_serve.cli.views.replay import HEADERS, TOTALS
 from moe_serve.controller.journal_store import INPUTS_FILE, InputsStore
 from moe_serve.errors import InvalidArgument
 from placement.messages.codec import encode
@@ -22,6 +23,7 @@ from placement.sim.runner import small_world
 
 Rows = list[tuple[int, str, float, bytes]]
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-moe.yaml"
+GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
 
 
 def _run(*args: object) -> Result:
@@ -50,21 +52,88 @@ def test_a_trace_gives_a_line_a_window(tmp_path: Path) -> None:
     header, *windows = result.stdout.splitlines()
     assert header.split() == list(HEADERS)
     assert [line.split()[0] for line in windows[:6]] == list("012345")
-    assert windows[6].startswith("Balancedness over all windows: static 0.")
+    assert windows[7].split()[: len(TOTALS)] == list(TOTALS)
+    assert windows[8].split()[0] == "incremental"
+    assert windows[9].startswith("The layout that never moves: 0.")
+    assert "a lower bound (every window in balance, no write)" in windows[10]
     assert "simulated" in result.stderr
     assert "4 ranks of 6 slots (1 staging)" in result.stderr
 
 
 def test_policies_can_be_compared(tmp_path: Path) -> None:
     file = _trace(tmp_path, tokens=6000)
-    served = {}
-    for policy in ("static", "eplb", "incremental"):
-        result = _run(file, "--window-tokens", 1000, "-p", policy, "-o", "json")
-        served[policy] = json.loads(result.stdout)["figures"]
-    assert served["static"]["slot_writes"] == 0
-    assert served["eplb"]["served"] > served["static"]["served"]
-    assert served["incremental"]["served"] > served["static"]["served"]
-    assert served["incremental"]["slot_writes"] > 0
+    names = ("static", "eplb", "incremental")
+    options = [word for name in (*names, "eplb") for word in ("-p", name)]
+    shown = json.loads(_run(file, "--window-tokens", 1000, *options, "-o", "json").stdout)
+    assert [one["policy"] for one in shown["policies"]] == list(names)
+    static, eplb, incremental = (one["figures"] for one in shown["policies"])
+    assert static["slot_writes"] == 0
+    assert eplb["served"] > static["served"]
+    assert incremental["served"] > static["served"]
+    assert incremental["slot_writes"] > 0
+    for one in shown["policies"]:
+        assert one["regret_total_s"] == pytest.approx(sum(one["regret_s"]))
+        assert len(one["figures"]["windows"]) == len(shown["clairvoyant"]) == 6
+        assert [ratio["write_price"] for ratio in one["competitive"]] == [0.005, 0.02, 0.05]
+    assert (shown["reference"], shown["simulated"]) == ("lower bound", True)
+    assert (shown["measured"], shown["segments"]) == (None, [])
+
+
+def test_a_replay_as_text(tmp_path: Path, rewrite: bool) -> None:
+    # One layer on few slots: the offline optimum is computed.
+    hot = np.array([[800, 400, 200, 120, 60, 20]])
+    counts = np.array([hot] * 8 + [hot[:, ::-1]] * 8)
+    file = tmp_path / "tiny.npz"
+    np.savez(file, logical_count=counts)
+    options = ["--slots", 3, "--top-k", 2, "--window-tokens", 1600, "--chart"]
+    result = _run(file, *options, "-p", "static", "-p", "eplb", "-p", "incremental")
+    golden = GOLDEN / "replay.txt"
+    if rewrite:
+        golden.write_text(result.stdout, encoding="utf-8")
+    assert result.stdout == golden.read_text(encoding="utf-8"), "see the diff, then --rewrite"
+
+
+def test_a_chart_is_drawn(tmp_path: Path) -> None:
+    file, png = _trace(tmp_path), tmp_path / "chart.png"
+    result = _run(file, "--window-tokens", 100, "--chart", "--png", png)
+    assert "balancedness by window (simulated)" in result.stdout
+    assert "best with foresight" in result.stdout
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert f"chart written to {png}" in result.stderr
+    result = _run(file, "--window-tokens", 100, "--png", tmp_path / "absent" / "chart.png")
+    assert result.exit_code == 2
+    assert "name a file in a folder that exists" in result.stderr
+
+
+def test_counts_of_other_engines_are_replayed(tmp_path: Path) -> None:
+    counts = np.random.default_rng(2).integers(0, 30, size=(40, 2, 8))
+    counts[:, 0] = 0  # a dense layer
+    dump, log = tmp_path / "dump.pt", tmp_path / "stats.jsonl"
+    torch.save({"rank": 0, "logical_count": torch.tensor(counts, dtype=torch.int32)}, dump)
+    line = {"record_type": "eplb_load_stats", "version": 1, "p2l_map": [list(range(8))] * 2}
+    log.write_text(
+        "".join(json.dumps({**line, "expert_load": step.tolist()}) + "\n" for step in counts),
+        encoding="utf-8",
+    )
+    shown = []
+    for file in (dump, log):
+        result = _run(file, "--top-k", 2, "--window-tokens", 500, "-o", "json")
+        assert result.exit_code == 0, result.stderr
+        assert "1 layers without load left out: 0" in result.stderr
+        shown.append(json.loads(result.stdout))
+    assert shown[0] == shown[1]
+    assert len(shown[0]["clairvoyant"]) > 3
+
+
+def test_limits_and_prices_can_be_changed(tmp_path: Path) -> None:
+    file = _trace(tmp_path, tokens=3000)
+    writes = []
+    for options in ((), ("--max-moves", 0), ("--max-moves", 1, "--free-copies")):
+        result = _run(file, "--window-tokens", 300, "--decode", *options, "-o", "json")
+        (one,) = json.loads(result.stdout)["policies"]
+        writes.append([window["slot_writes"] for window in one["figures"]["windows"]])
+    assert max(writes[1]) == 0 < max(writes[2]) <= 1
+    assert writes[0] != writes[2]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +143,8 @@ def test_policies_can_be_compared(tmp_path: Path) -> None:
         (("--experts", 4), "--experts 4: the trace has expert 7"),
         (("--slots", 3), "slots short of one replica of 16 experts"),
         (("--window-tokens", 4096), "600 tokens are less than one window"),
+        (("--ranks", 4096, "--slots", 100000), "x 4096 ranks are more than"),
+        (tuple(word for name in "abcdefghi" for word in ("-p", name)), "9 policies, at most 8"),
         (("-f", EXAMPLE), "model tiny-moe has 4 layers of 32 experts"),
     ],
 )
@@ -140,15 +211,34 @@ def test_a_journal_is_stepped_and_scored(tmp_path: Path) -> None:
     assert lines[3].split()[3:5] == ["nothing", "follows"]
     assert [line.split()[-1] for line in lines[1:4]] == ["0", "0", "0"]
     assert lines[5].split()[-1] == "MEASURED"
-    assert "Balancedness over all windows" in result.stdout
+    assert "The layout that never moves" in result.stdout
 
 
 def test_a_journal_as_json_and_by_its_file(tmp_path: Path) -> None:
     _journal(tmp_path, _rows())
     shown = json.loads(_run(tmp_path / INPUTS_FILE, "-p", "static", "-o", "json").stdout)
     assert [one["reaches_next"] for one in shown["segments"]] == [True, True, None]
-    assert shown["figures"]["slot_writes"] == 0
-    assert len(shown["measured"]) == len(shown["figures"]["windows"])
+    (static,) = shown["policies"]
+    assert (static["policy"], static["figures"]["slot_writes"]) == ("static", 0)
+    assert len(shown["measured"]) == len(static["figures"]["windows"])
+    two = _run(tmp_path, "-p", "static", "-p", "eplb", "--chart").stdout.splitlines()
+    assert two[5].split()[:7] == [
+        "WINDOW",
+        "PAIRS",
+        "STATIC",
+        "LEVELED",
+        "SERVED",
+        "STATIC",
+        "EPLB",
+    ]
+    assert two[5].split()[-1] == "MEASURED"
+    assert two[-1].split() == ["#", "measured"]
+
+
+def test_a_journal_without_a_window_says_so(tmp_path: Path) -> None:
+    result = _run(_journal(tmp_path, _rows()[:2]))
+    assert result.exit_code == 0
+    assert "No window is recorded: nothing to score." in result.stdout
 
 
 def test_a_journal_that_today_s_engine_does_not_follow_fails(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from moe_serve.router.ledger import CombinedEntry, RequestEntry
 from moe_serve.rpc.codec import unpack_bits
 from placement.roles import calls
 from placement.roles.router_records import RouterRules
+from placement.split import count_ids
 from placement.topology import Phase
 from tests.fake_shards import (
     HIDDEN,
@@ -439,6 +440,30 @@ async def test_too_many_open_requests_are_refused_with_a_wait(world: FakeWorld) 
     assert refused.value.retry_after_s is not None
     world.shards[0].hold.set()
     await first
+    await core.stop()
+
+
+@pytest.mark.asyncio
+async def test_what_waits_for_a_permit_is_reported_as_queued_and_is_no_demand_yet(
+    world: FakeWorld,
+) -> None:
+    core = a_core(world, max_open_requests=1)
+    world.shards[0].hold = world.shards[1].hold = world.shards[2].hold = asyncio.Event()
+    assert core.report(0).queued_pairs.size == 0
+    tasks = [asyncio.create_task(core.forward(a_request(seed=n), 5.0)) for n in range(2)]
+    tasks.append(asyncio.create_task(core.forward(replace(a_request(seed=2), attempt=1), 5.0)))
+    await until(lambda: core.report(0).counters["waiting_requests"] == 2.0)
+    waiting = a_request(seed=1)
+    report = core.report(0)
+    assert report.queued_pairs.sum() == waiting.valid.sum()
+    counts = count_ids(waiting.topk_ids, waiting.valid, core.settings.spec.num_experts)
+    first = (waiting.phase * core.settings.spec.num_layers + waiting.layer) * len(counts)
+    assert report.queued_key.tolist() == (first + np.flatnonzero(counts)).tolist()
+    assert report.queued_pairs.tolist() == counts[counts > 0].tolist()
+    assert sum(int(r.pairs.sum()) for r in report.reports) == a_request(seed=0).valid.sum()
+    world.shards[0].hold.set()
+    await asyncio.gather(*tasks)
+    assert core.report(0).queued_pairs.size == 0
     await core.stop()
 
 

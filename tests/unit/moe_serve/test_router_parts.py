@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from moe_serve.errors import InvalidArgument, StaleTerm, StartRefused, Unavailable
 from moe_serve.ports import DType, RouterReport
 from moe_serve.router.actor import RouterActor, RouterRemote
-from moe_serve.router.checks import check_forward
+from moe_serve.router.checks import ForwardInput, check_forward
 from moe_serve.router.combine import gather_rows, round_to
-from moe_serve.router.demand import REPORTS_KEPT_MAX, DemandLog
+from moe_serve.router.demand import QUEUED_PAIRS_MAX, REPORTS_KEPT_MAX, DemandLog
 from moe_serve.router.dispatch import RouterCore
 from moe_serve.router.ledger import CombinedLedger, LedgerPage, RequestEntry
 from moe_serve.router.service import RouterServer
 from moe_serve.rpc import codec, dispatch_pb2
 from placement.messages.codec import decode_as, encode
+from placement.topology import Phase
 from tests.fake_shards import HIDDEN, FakeWorld, marker_spec, router_settings
 
 LIMIT = 1_000_000
@@ -107,6 +108,32 @@ def test_demand_that_nobody_fetches_is_bounded_and_whole() -> None:
     total = sum(int(r.pairs.sum()) for r in reports)
     total += sum(int(r.pairs.sum()) for r in log.reports(reports[-1].seq, 1001.0))
     assert total == 1000
+
+
+def waiting(rows: int, *, attempt: int = 0) -> ForwardInput:
+    return ForwardInput(
+        layer=1,
+        phase=Phase.DECODE,
+        dtype=DType.FLOAT32,
+        hidden=np.zeros((rows, 0), np.float32),
+        topk_ids=np.full((rows, 1), 2, np.int32),
+        gates=np.ones((rows, 1), np.float32),
+        valid=np.ones((rows, 1), np.uint8),
+        request_id="",
+        attempt=attempt,
+    )
+
+
+def test_what_waits_is_told_as_long_as_it_waits_up_to_a_bound() -> None:
+    log = a_log()
+    assert [a.tolist() for a in log.queued()] == [[], []]
+    with log.waits(waiting(3)), log.waits(waiting(4, attempt=1)):
+        with log.waits(waiting(QUEUED_PAIRS_MAX)), log.waits(waiting(5)):
+            assert [a.tolist() for a in log.queued()] == [[11], [3]]
+        with log.waits(waiting(5)):
+            assert [a.tolist() for a in log.queued()] == [[11], [8]]
+    assert log.queued()[0].dtype == np.int32
+    assert log.queued()[1].tolist() == []
 
 
 # ------------------------------------------------------------------------------- arithmetic

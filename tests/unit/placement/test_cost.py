@@ -8,6 +8,7 @@ from placement.cost import (
     copy_seconds,
     crossover_pairs,
     expected_experts,
+    least_crossover,
     memory_seconds,
     rank_seconds,
     regime,
@@ -59,6 +60,12 @@ def test_the_worked_example():
     assert float(compute_seconds(1, SPEC, FAST)) == pytest.approx(4e-6)
     assert float(memory_seconds(1, SPEC, FAST)) == pytest.approx(80e-6)
     assert crossover_pairs(SPEC, FAST) == pytest.approx(20.0)
+
+
+def test_over_different_devices_the_lowest_crossover_counts():
+    assert crossover_pairs(SPEC, SLOW) == pytest.approx(5.0)
+    assert least_crossover(SPEC, [FAST, SLOW, FAST]) == pytest.approx(5.0)
+    assert least_crossover(SPEC, []) == 0.0
 
 
 def test_the_higher_floor_counts_and_no_work_costs_nothing():

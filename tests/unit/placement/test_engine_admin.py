@@ -343,14 +343,37 @@ def test_every_window_leaves_a_record_of_why_nothing_moved():
     assert driver.rules()[-1] == "no_load"
     driver.close_window()
     assert driver.rules()[-1] == "in_balance"
-    driver.close_window({0: 90_000.0})
-    driver.close_window({0: 90_000.0})
-    assert "cooldown" in driver.rules("kept")
     driver.hold.add(ComputeTarget)
-    driver.wait(6.0)
     driver.close_window({2: 90_000.0})
     driver.close_window({2: 90_000.0})
     assert driver.rules()[-1] == "target_outstanding"
+
+
+def test_a_layer_cools_down_after_a_plan():
+    driver = two_ranks(num_ranks=4, cooldown_s=5.0, max_moves=1)
+    driver.close_window(HOT)
+    assert "regret_reached" in driver.rules("started")
+    tables = len(driver.tables)
+    driver.close_window(HOT)
+    assert driver.rules()[-1] == "cooldown"
+    assert driver.records[-1].numbers["layers_resting"] == 1.0
+    driver.close_window(HOT)
+    assert len(driver.tables) == tables
+    driver.close_window(HOT)
+    assert len(driver.tables) == tables + 1
+
+
+def test_a_shift_is_named_and_ends_the_rest_of_a_layer():
+    driver = two_ranks(num_ranks=4, cooldown_s=100.0, max_moves=1)
+    driver.close_window(HOT)
+    driver.close_window(HOT)
+    assert driver.rules()[-1] == "cooldown"
+    driver.close_window({3: 50_000.0})
+    driver.close_window({3: 50_000.0})
+    started = [r for r in driver.records if r.outcome == "started" and "shift_phase" in r.numbers]
+    assert started
+    assert "prefill shifted in 1 of 1 layers in window 2" in started[0].detail
+    assert started[0].numbers["shift_distance"] > started[0].numbers["shift_usual_distance"]
 
 
 def test_a_window_during_a_plan_or_before_the_first_table_decides_nothing():

@@ -89,7 +89,8 @@ def plan_to(driver, rows, *, staging_slots=1, **changes):
     live = driver.engine.layout()
     request = make_request(driver.spec, driver.engine.topology(), live, staging_slots=staging_slots)
     plan = make_plan(live, make_layout(rows), request, WaveConfig())
-    return msgspec.structs.replace(plan, **{"gain_s_per_s": 1e3, **changes})
+    layers = tuple(msgspec.structs.replace(f, gain_s_per_s=1e3) for f in plan.layers)
+    return msgspec.structs.replace(plan, **{"gain_s_per_s": 1e3, "layers": layers, **changes})
 
 
 def run_plan(driver, rows, **fields):

@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from placement.load import (
     LoadError,
     LoadFolder,
     LoadHistory,
+    LoadWindow,
     demand_rate,
 )
 from placement.messages.codec import decode_as, encode
@@ -208,3 +210,37 @@ def test_history_refuses_windows_of_another_model():
 def test_a_window_of_no_length_has_no_rate():
     spec = make_spec()
     assert demand_rate(make_window(spec, make_demand(spec, base=8.0), window_s=0.0)).sum() == 0
+
+
+def test_what_waits_in_routers_is_told_as_it_stands_when_the_window_closes():
+    loads = folder()
+    first, second = key_of(0, 1), key_of(1, 2, Phase.DECODE)
+    loads.set_queued("router-0", np.array([first], np.int32), np.array([7], np.int64))
+    loads.set_queued("router-0", np.array([first], np.int32), np.array([5], np.int64))
+    loads.set_queued("router-1", np.array([first, second], np.int32), np.array([1, 2], np.int64))
+    loads.set_queued("router-2", np.array([first], np.int32), np.array([99], np.int64))
+    loads.forget("router-2")
+    window = loads.close(12.0)
+    assert window.queued[Phase.PREFILL].tolist() == [[0, 6, 0], [0, 0, 0]]
+    assert window.queued[Phase.DECODE].tolist() == [[0, 0, 0], [0, 0, 2]]
+    assert not window.demand.any()
+    assert not loads.close(14.0).queued.any()
+
+
+def test_a_queue_that_cannot_be_is_refused_and_the_word_before_stands():
+    loads = folder()
+    key = np.array([key_of(0, 0)], np.int32)
+    loads.set_queued("router-0", key, np.array([3], np.int64))
+    with pytest.raises(LoadError, match="pairs must be >= 0"):
+        loads.set_queued("router-0", key, np.array([-1], np.int64))
+    assert loads.close(12.0).queued.sum() == 3
+
+
+def test_a_window_that_says_nothing_of_queues_has_none():
+    window = make_window(make_spec(num_layers=2), make_demand(make_spec(num_layers=2)))
+    assert window.queued.shape == window.executed_pairs.shape
+    assert not window.queued.any()
+    old = msgspec.msgpack.decode(encode(window))
+    del old["queued"]
+    again = decode_as(msgspec.msgpack.encode(old), LoadWindow)
+    assert encode(again) == encode(window)

@@ -6,11 +6,10 @@ import pytest
 
 from placement.layout import ExpertLayout
 from placement.policy import PolicyError, propose
-from placement.policy.incremental import Search, objective_s
+from placement.policy.incremental import objective_s
 from placement.policy.kernels import warm as warm_search
-from placement.policy.leveled import Leveled
+from placement.policy.leveled.drops.kernels import warm as warm_drops
 from placement.policy.leveled.kernels import warm as warm_leveling
-from placement.policy.occupancy import Occupancy
 from placement.scoring import balancedness, churn, layer_balancedness, rank_load
 from placement.topology import NUM_PHASES, DeviceProfile
 from tests.builders import (
@@ -29,6 +28,7 @@ TINY_FLEET = make_topology([41] * 4)
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     warm_leveling()
+    warm_drops()
     warm_search()
 
 
@@ -285,24 +285,6 @@ def test_from_nothing_known_load_is_packed_heaviest_first():
 def test_short_of_slots_it_says_how_many():
     with pytest.raises(PolicyError, match="88 slots"):
         plan(TINY, make_topology([41]), make_layout([[]], num_layers=4, num_experts=32))
-
-
-def test_a_change_that_does_not_pay_once_levelled_anew_is_undone():
-    class Disappointing(Leveled):
-        def refresh(self, layer):
-            super().refresh(layer)
-            if self._occupancy.filled.sum() > 4:
-                self.value[layer] += 1.0
-
-    spec = make_spec(num_experts=4)
-    live = make_layout([[0, 1, -1, -1], [2, 3, -1, -1]])
-    request = make_request(spec, make_topology([4, 4]), live, make_demand(spec, {0: 100.0}))
-    occupancy = Occupancy(request, 1)
-    demand = request.scenarios.sum(axis=1)
-    leveled = Disappointing(occupancy, demand, request.weights, np.full(2, 1e-6))
-    search = Search(request, occupancy, leveled)
-    search.run()
-    assert occupancy.to_layout().same_as(live)
 
 
 def test_on_larger_layers_every_one_ends_balanced_or_unimprovable():

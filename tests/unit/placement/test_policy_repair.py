@@ -108,7 +108,7 @@ def test_where_no_single_move_helps_everything_is_placed_anew():
     class Unwilling(EvenJudge):
         told = 0
 
-        def cheapest(self, rank):
+        def cheapest(self, rank, layer):
             return None  # gives nothing up, so nothing has room
 
         def changed(self, key):

@@ -533,6 +533,20 @@ def test_a_rank_with_work_waiting_gets_less() -> None:
     assert shares == {0: 5, 1: 15}
 
 
+@pytest.mark.parametrize(("status", "waits_s"), [([0, 0], 2.0), ([0, 2], 4.0)])
+def test_seconds_are_learnt_and_owed_for_reads_where_reads_take_longer(
+    status: list[int], waits_s: float
+) -> None:
+    """Two pairs of one expert are 20 pairs of work; where one row was refused, half of that."""
+    role = a_role(a_table([[0]] * E), memory_bound_pairs=20.0)
+    (first,) = begin(role, [[0], [0]])
+    serve(role, first, status, compute_s=2.0)
+    (second,) = begin(role, [[0]], key=2)
+    assert second.timeout_s == pytest.approx(5.0), "nothing waits yet"
+    (third,) = begin(role, [[0]], key=3)
+    assert third.timeout_s == pytest.approx(5.0 + waits_s)
+
+
 def test_faults_in_a_row_eject_longer_each_time_and_a_served_call_forgives() -> None:
     book = a_book(eject_share=1.0)
     for _ in range(2):

@@ -219,6 +219,22 @@ def test_equal_replicas_get_equal_shares_in_the_long_run(stride, replicas):
     assert np.abs(shares - 1 / replicas).max() < 0.03
 
 
+@pytest.mark.parametrize("stride", [1, 2, 4, 8, 64])
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_equal_replicas_are_activated_equally_often(stride, replicas):
+    layer = compile_layer([0] * replicas, range(replicas), num_experts=1, num_ranks=replicas)
+    times = np.zeros(replicas, np.int64)
+    for batch in range(400):
+        instant = np.zeros(replicas, np.int64)
+        for router in range(4):
+            quotas = split_activated(layer, [5], tie_offset=router + batch * stride)
+            instant += quotas > 0
+        assert instant.sum() == 4, "one replica a batch and router"
+        assert instant.max() <= 2 + (replicas < 4)
+        times += instant
+    assert np.abs(times / times.sum() - 1 / replicas).max() < 0.03
+
+
 @pytest.mark.parametrize("tokens_below", [2, 4, 50])
 @pytest.mark.parametrize("stride", [1, 2, 4, 8, 64])
 def test_a_ring_of_equal_experts_favours_no_replica(stride, tokens_below):
@@ -307,6 +323,49 @@ def test_pair_choice_saves_rows_against_quota_alone():
     assert rows_sent(layer, chosen) <= 0.975 * rows_sent(layer, alone)
 
 
+def random_batch(rng: np.random.Generator, tokens: int) -> tuple[CompiledLayer, np.ndarray]:
+    """24 experts on 6 ranks, a third of them twice; top-4 ids with a skew."""
+    experts = rng.permutation(np.concatenate((np.arange(24), rng.permutation(24)[:8], [-1] * 4)))
+    layer = compile_layer(experts, np.repeat(np.arange(6), 6), 24, 6)
+    ids = np.argsort(rng.random((tokens, 24)) * (1 + np.arange(24)), axis=1)[:, :4]
+    return layer, ids.astype(np.int32)
+
+
+def test_room_below_the_maximum_saves_more_rows_than_quotas_do():
+    saved = []
+    for seed in range(10):
+        layer, ids = random_batch(np.random.default_rng(seed), 64)
+        quotas = split_counts(layer, count_ids(ids, None, 24), None, seed)
+        loads = rank_loads(layer, quotas)
+        exact = assign_pairs(layer, ids, None, quotas, seed)
+        roomy = assign_pairs(layer, ids, None, quotas, seed, room=loads.max() - loads)
+        served = np.bincount(layer.replica_rank[roomy].ravel(), minlength=6)
+        assert served.max() == loads.max()
+        saved.append(1 - rows_sent(layer, roomy) / rows_sent(layer, exact))
+    assert min(saved) >= 0
+    assert np.mean(saved) > 0.01
+
+
+def test_room_is_taken_where_most_is_left_and_given_back_where_a_pair_leaves():
+    layer = compile_layer([0, 0, 0, 1, 2], [0, 1, 2, 1, 2], num_experts=3, num_ranks=3)
+    ids, quotas = [[0, 1, 2]], [1, 0, 0, 1, 1]
+    assert assign_pairs(layer, ids, None, quotas, room=[0, 1, 2]).tolist() == [[2, 3, 4]]
+    assert assign_pairs(layer, ids, None, quotas, room=[0, 2, 2]).tolist() == [[1, 3, 4]]
+    assert assign_pairs(layer, ids, None, quotas, room=[9, 0, -1]).tolist() == [[0, 3, 4]]
+    assert assign_pairs(layer, ids, None, quotas, room=[9, 0, 1 << 62]).tolist() == [[2, 3, 4]]
+    # What one token leaves, the next one may take: it has no other way to rank 0.
+    layer = compile_layer([0, 0, 1, 1, 2, 3], [0, 1, 0, 1, 1, 0], num_experts=4, num_ranks=2)
+    ids = np.array([[0, 2], [1, 3]], np.int32)
+    chosen = assign_pairs(layer, ids, None, [1, 0, 0, 1, 1, 1], room=[0, 1])
+    assert layer.replica_rank[chosen].tolist() == [[1, 1], [0, 0]]
+
+
+def test_a_pair_that_shares_its_rank_stays_there():
+    layer = compile_layer([0, 0, 1, 2], [0, 1, 0, 1], num_experts=3, num_ranks=2)
+    chosen = assign_pairs(layer, [[0, 1, 2]], None, [1, 0, 1, 1], room=[9, 9])
+    assert chosen.tolist() == [[0, 2, 3]]
+
+
 def test_no_rows_and_no_pairs():
     layer = compile_layer([0], [0], num_experts=1, num_ranks=1)
     assert assign_pairs(layer, np.empty((0, 4), np.int32), None, [0]).shape == (0, 4)
@@ -323,6 +382,7 @@ def test_ids_of_invalid_pairs_are_not_looked_at():
 
 
 LAYER = compile_layer([0, 0, 1], [0, 1, 1], num_experts=3, num_ranks=2)
+NO_REPLICAS = compile_layer([-1, -1], [0, 1], num_experts=1, num_ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -366,10 +426,13 @@ LAYER = compile_layer([0, 0, 1], [0, 1, 1], num_experts=3, num_ranks=2)
         (lambda: count_ids([[0]], [[True, True]], 3), "pair_valid", "shape (1, 1), got (1, 2)"),
         (lambda: count_ids([[0]], [[1.0]], 3), "pair_valid", "bool or uint8, got float64"),
         (lambda: assign_pairs(LAYER, [[0]], None, [1, 0]), "quotas", "shape (3,)"),
+        (lambda: assign_pairs(LAYER, [[0]], None, [1, 0, 0], room=[1]), "room", "shape (2,)"),
+        (lambda: assign_pairs(LAYER, [[0]], None, [1, 0, 0], room=[0.5, 1]), "room", "integers"),
         (lambda: assign_pairs(LAYER, [[3]], None, [1, 0, 0]), "topk_ids[0, 0]", "got 3"),
         (lambda: assign_pairs(LAYER, [[0]], None, [2, -1, 0]), "quotas[1]", "at least 0, got -1"),
         (lambda: assign_pairs(LAYER, [[0], [0]], None, [1, 0, 0]), "quotas", "pair (1, 0)"),
         (lambda: assign_pairs(LAYER, [[0]], None, [0, 0, 0]), "quotas", "expert 0 has fewer"),
+        (lambda: assign_pairs(NO_REPLICAS, [[0]], None, []), "quotas", "expert 0 has fewer"),
         (lambda: assign_pairs(LAYER, [[0]], None, [1, 0, 1]), "quotas[2]", "expert 1 has more"),
     ],
 )
@@ -396,6 +459,9 @@ def test_no_input_starts_a_second_compilation():
     quotas = split_counts(LAYER, counts, np.zeros(4, np.int32)[::2], np.int64(1))
     quotas.flags.writeable = False
     assign_pairs(LAYER, ids[:, ::-1], None, quotas)
+    room = np.zeros(4, np.int32)[::2]
+    room.flags.writeable = False
+    assign_pairs(LAYER, ids, None, quotas, 1 << 70, room)
     split_activated(LAYER, counts.astype(np.uint16))
     for entry in (kernels.split_batch, pair_kernels.count_pairs, pair_kernels.choose):
         assert len(entry.signatures) == 1

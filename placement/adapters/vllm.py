@@ -1,0 +1,93 @@
+"""The planner behind vLLM's EPLB policy interface.
+
+Responsible for the two forms that `vllm.distributed.eplb.policy` has had: `rebalance_experts`
+returns the physical-to-logical map alone (`EplbPolicy`), and, in older versions, three maps
+(`EplbMapsPolicy`). Must never import vLLM. Registered by the user's own code in the table that vLLM
+looks policies up in, under a name that its configuration accepts:
+
+    from vllm.distributed.eplb.policy import EPLB_POLICIES
+    EPLB_POLICIES["default"] = EplbPolicy
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from placement.eplb import Split, inverse
+from placement.eplb.arguments import check
+from placement.eplb.plan import plan
+from placement.eplb.tensors import IntArray, TensorLike, in_kind_of, to_float, to_int
+
+
+class EplbPolicy:
+    """vLLM's policy: few slot writes from the map that is live, under the equal split vLLM runs.
+
+    max_moves: most slots of a layer written a rebalance, None = what pays. Set both in a subclass:
+
+    >>> class Gentle(EplbPolicy):
+    ...     max_moves = 8
+    """
+
+    max_moves: ClassVar[int | None] = None
+    split: ClassVar[Split] = "equal"
+
+    @classmethod
+    def rebalance_experts(
+        cls,
+        weight: TensorLike,
+        num_replicas: int,
+        num_groups: int,
+        num_nodes: int,
+        num_ranks: int,
+        old_global_expert_indices: TensorLike | None = None,
+    ) -> Any:
+        """physical_to_logical: int64 [layers, num_replicas], on the host.
+
+        weight: [layers, logical experts], or [steps, layers, logical experts], oldest first, from
+        which a forecast is made. old_global_expert_indices: [layers, num_replicas], the live map,
+        -1 where a slot holds nothing. Where its number of slots differs from num_replicas (ranks
+        came or went) slots cannot be told apart and the plan starts from nothing.
+
+        Raises EplbError naming argument, limit and next step.
+        """
+        return in_kind_of(
+            weight,
+            cls._plan(
+                weight, (num_replicas, num_groups, num_nodes, num_ranks), old_global_expert_indices
+            ),
+        )
+
+    @classmethod
+    def _plan(
+        cls, weight: TensorLike, counts: tuple[int, int, int, int], live: TensorLike | None
+    ) -> IntArray:
+        load = to_float("weight", weight)
+        history = None
+        if load.ndim == 3:
+            history, load = load, load.sum(axis=0)
+        current = None if live is None else to_int("old_global_expert_indices", live)
+        if current is not None and current.shape[-1] != counts[0]:
+            current = None
+        return plan(check(load, counts, current, history, cls.max_moves), cls.split)
+
+
+class EplbMapsPolicy(EplbPolicy):
+    """The same for versions of vLLM whose interface returns three maps."""
+
+    @classmethod
+    def rebalance_experts(
+        cls,
+        weight: TensorLike,
+        num_replicas: int,
+        num_groups: int,
+        num_nodes: int,
+        num_ranks: int,
+        old_global_expert_indices: TensorLike | None = None,
+    ) -> Any:
+        """(physical_to_logical, logical_to_physical, expert_count), as
+        `placement.eplb.rebalance_experts` returns them; otherwise as `EplbPolicy`."""
+        physical = cls._plan(
+            weight, (num_replicas, num_groups, num_nodes, num_ranks), old_global_expert_indices
+        )
+        maps = (physical, *inverse(physical, to_float("weight", weight).shape[-1]))
+        return tuple(in_kind_of(weight, each) for each in maps)

@@ -1,0 +1,85 @@
+"""Arrays in, arrays out: numpy as it is, torch tensors by what they can do.
+
+Responsible for: turning what callers hold into numpy and results into the kind that came in. Must
+never import torch; a tensor is whatever has the methods of `TensorLike`. Called by `placement.eplb`
+and `placement.adapters`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from placement.eplb.errors import EplbError
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+@runtime_checkable
+class TensorLike(Protocol):
+    """What is used of a torch tensor."""
+
+    def detach(self) -> Any:
+        """Without gradient."""
+        ...
+
+    def cpu(self) -> Any:
+        """In host memory."""
+        ...
+
+    def double(self) -> Any:
+        """As float64: numpy knows no bfloat16."""
+        ...
+
+    def long(self) -> Any:
+        """As int64."""
+        ...
+
+    def new_tensor(self, data: Any) -> Any:
+        """A tensor of this one's dtype and device."""
+        ...
+
+
+def to_float(name: str, values: object) -> FloatArray:
+    """`values` as float64, any shape. Raises EplbError where it is no array of real numbers."""
+    if isinstance(values, TensorLike):
+        values = values.detach().cpu().double().numpy()
+    array = _array(name, values)
+    if array.dtype.kind not in "biuf":
+        raise EplbError(
+            name, f"must hold real numbers, got dtype {array.dtype}", "pass integers or floats"
+        )
+    return array.astype(np.float64)
+
+
+def to_int(name: str, values: object) -> IntArray:
+    """`values` as int64, any shape. Raises EplbError for other dtypes and for 2^63 and above."""
+    if isinstance(values, TensorLike):
+        values = values.detach().cpu().numpy()
+    array = _array(name, values)
+    if array.dtype.kind not in "iu":
+        raise EplbError(name, f"must hold integers, got dtype {array.dtype}", "pass expert ids")
+    if array.dtype == np.uint64 and array.size and int(array.max()) >= 1 << 63:
+        raise EplbError(name, f"must stay below 2^63, got {int(array.max())}", "pass expert ids")
+    return array.astype(np.int64)
+
+
+def in_kind_of(model: object, array: IntArray) -> Any:
+    """`array` as the kind `model` is: an int64 tensor in host memory for a tensor, else itself.
+
+    The public function computes on the host and returns host tensors, whatever device `weight` is
+    on; so does this one.
+    """
+    if isinstance(model, TensorLike):
+        return model.detach().cpu().long().new_tensor(array)
+    return array
+
+
+def _array(name: str, values: object) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError as fault:
+        raise EplbError(name, f"is not an array ({fault})", "pass rows of equal length") from fault

@@ -1,0 +1,351 @@
+"""What the next window will ask for: forecasters, and which of them to believe in each layer and
+phase.
+
+Responsible for turning closed windows into demand *scenarios*, for scoring forecasters on what then
+came, and for naming shifts of the traffic (`forecast.shift`). Must never look at a layout. Called
+by the engine when a window closes (`observe`) and when a target is wanted (`forecast`).
+
+Forecasters. `quarters`: recency-weighted sub-windows. `last`: the last window. `window`: the mean
+of as many windows as the history keeps. `ewma_short`, `ewma_long`: exponentially smoothed windows.
+`change_point`: as `quarters`, but of what came since the last shift only. `prefill_leads`: prefill
+from the pairs that waited in routers when the window closed; decode from the prefill just seen,
+each expert scaled by how much more decode used to want it than prefill. None is best everywhere:
+after a flip of domains the quick ones are, under noise the means.
+
+Score. By the balance each would have given, without planning: cut the experts of a layer, in id
+order, into as many pieces of equal *forecast* load as there are ranks (experts on a cut are
+shared), put the load that *came* on those pieces, and take mean / maximum. It is the balance of a
+layout that is perfect for the forecast, before a router levels. Example, two ranks: forecast [2,
+1, 1], came [2, 2, 0]: the cut lies after expert 0, pieces get 2 and 2, score 1; had [0, 2, 2]
+come, pieces get 0 and 4, score 0.5. Scores are smoothed over windows. Each layer follows, in each
+phase, the best by the mean of its own score and all layers': layers see the same traffic, and one
+layer's scores are noisy. For `FRESH_WINDOWS` after a shift a phase follows `change_point`: the
+scores are those of other traffic then.
+
+Scenarios. The last sub-windows of the regime (since the last shift), newest heaviest: the forecast
+plus what each deviated from their mean by, amplified. No batch looks like a mean; and few
+sub-windows show less than all that may come.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from placement.forecast.kernels import add_weighted, balances, deviate
+from placement.forecast.shift import Shift, ShiftState, initial_shift, watch
+from placement.load import LoadError, LoadHistory, LoadWindow, demand_rate
+from placement.topology import Phase
+
+FloatArray = npt.NDArray[np.float64]
+
+FORECASTERS: Final = (
+    "quarters",
+    "ewma_short",
+    "last",
+    "window",
+    "ewma_long",
+    "change_point",
+    "prefill_leads",
+)
+"""Names, in the order that breaks ties of score."""
+PART_KEEP: Final = 0.9
+"""Share of the old value that `quarters` and `change_point` keep at each sub-window."""
+SHORT_KEEP: Final = 0.5
+"""Share of the old value that `ewma_short` keeps at each window: half of it is the last window."""
+LONG_KEEP: Final = 0.875
+"""The same for `ewma_long`: about eight windows."""
+SCORE_KEEP: Final = 0.8
+"""Share of the old score kept at each window: a forecaster wins or loses a layer within some five
+windows.
+"""
+MARGIN: Final = 0.002
+"""Balance by which another forecaster must beat `quarters`."""
+FRESH_WINDOWS: Final = 2
+"""Windows after a shift in which scores count for nothing."""
+SCENARIOS: Final = 12
+"""Sub-windows that scenarios are made of, where there are as many."""
+AMPLIFY: Final = 1.3
+"""Factor on deviations of sub-windows."""
+LEAD_SCALE_MAX: Final = 8.0
+"""Most by which an expert's share may differ between prefill and decode."""
+
+
+class ForecastState(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What forecasters remember between windows; part of the engine's state.
+
+    quarters, mean, ewma_short, ewma_long, change_point: float64 [phases, layers, experts], pairs a
+    second, of the forecasters of these names (`mean`: of `window`). scores: float64 [forecasters,
+    phases, layers], smoothed balance in [0, 1], in order of FORECASTERS. shift: what detection
+    remembers. windows_seen: windows observed; last_index: index of the last one.
+    """
+
+    quarters: FloatArray
+    mean: FloatArray
+    ewma_short: FloatArray
+    ewma_long: FloatArray
+    change_point: FloatArray
+    scores: FloatArray
+    shift: ShiftState
+    windows_seen: int = 0
+    last_index: int = -1
+
+
+class Scenarios(NamedTuple):
+    """Forecast demand.
+
+    `demand` float64 [scenarios, phases, layers, experts] pairs a second, `weights` float64
+    [scenarios] summing to 1, `chosen` int64 [phases, layers], index in FORECASTERS of the
+    forecaster each layer follows, `shift` the shift found at the end of the last window, if any.
+    """
+
+    demand: FloatArray
+    weights: FloatArray
+    chosen: npt.NDArray[np.int64]
+    shift: Shift | None = None
+
+
+def initial_state(*, num_phases: int, num_layers: int, num_experts: int) -> ForecastState:
+    """State before the first window: nothing known, all scores equal."""
+    zeros = np.zeros((num_phases, num_layers, num_experts), dtype=np.float64)
+    return ForecastState(
+        quarters=zeros,
+        mean=zeros,
+        ewma_short=zeros,
+        ewma_long=zeros,
+        change_point=zeros,
+        scores=np.zeros((len(FORECASTERS), num_phases, num_layers), dtype=np.float64),
+        shift=initial_shift(num_phases, num_layers, num_experts),
+    )
+
+
+def predict(name: str, state: ForecastState, history: LoadHistory) -> FloatArray:
+    """Mean forecast of one forecaster: float64 [phases, layers, experts], pairs a second.
+
+    `state` and `history` have both seen the same last window. Raises LoadError for an unknown
+    name or without windows.
+    """
+    if not history.windows:
+        raise LoadError("no closed window to forecast from; close one first")
+    kept = {
+        "quarters": state.quarters,
+        "window": state.mean,
+        "ewma_short": state.ewma_short,
+        "ewma_long": state.ewma_long,
+        "change_point": state.change_point,
+    }
+    if name in kept:
+        return kept[name]
+    last = demand_rate(history.windows[-1])
+    if name == "last":
+        return last
+    if name == "prefill_leads":
+        return _led(state, history.windows[-1], last)
+    raise LoadError(f"forecaster {name!r} is not one of {', '.join(FORECASTERS)}")
+
+
+def observe(
+    state: ForecastState, history: LoadHistory, window: LoadWindow, num_ranks: int
+) -> ForecastState:
+    """State after a closed window: every forecast is scored on it, then the smoothed loads take
+    it in.
+
+    history: the windows before this one. num_ranks: ranks that can hold replicas, >= 1. Windows
+    without demand in a layer leave the layer's scores alone; the first window scores nothing and
+    starts the averages.
+    """
+    rate = demand_rate(window)
+    shift, began = watch(state.shift, window)
+    unbroken = np.full_like(began, len(window.demand))
+    if state.windows_seen == 0 or not history.windows:
+        recent = _since_shift(state.quarters, window, window, unbroken * 0)
+        return ForecastState(
+            quarters=recent,
+            mean=rate,
+            ewma_short=rate,
+            ewma_long=rate,
+            change_point=recent,
+            scores=state.scores,
+            shift=shift,
+            windows_seen=state.windows_seen + 1,
+            last_index=window.index,
+        )
+    given = np.empty_like(state.scores)
+    for number, name in enumerate(FORECASTERS):
+        balances(predict(name, state, history), rate, num_ranks, given[number])
+    fresh = given if state.windows_seen == 1 else _smooth(state.scores, given, SCORE_KEEP)
+    since = min(state.windows_seen + 1, history.kept)
+    return ForecastState(
+        quarters=_since_shift(state.quarters, window, window, unbroken),
+        mean=_smooth(state.mean, rate, 1.0 - 1.0 / since),
+        ewma_short=_smooth(state.ewma_short, rate, SHORT_KEEP),
+        ewma_long=_smooth(state.ewma_long, rate, LONG_KEEP),
+        change_point=_since_shift(state.change_point, history.windows[-1], window, began),
+        scores=np.where(given >= 0.0, fresh, state.scores),
+        shift=shift,
+        windows_seen=state.windows_seen + 1,
+        last_index=window.index,
+    )
+
+
+def balance_given(forecast: npt.ArrayLike, came: npt.ArrayLike, num_ranks: int) -> FloatArray:
+    """Balance that a layout perfect for `forecast` gives under the load that came: float64
+    [layers], in (0, 1].
+
+    forecast, came: [layers, experts]. Layers without load that came score 1. See the module's
+    text for the rule.
+
+    >>> balance_given([[2, 1, 1], [2, 1, 1]], [[2, 2, 0], [0, 2, 2]], num_ranks=2).round(6).tolist()
+    [1.0, 0.5]
+    """
+    planned = np.ascontiguousarray(forecast, dtype=np.float64)[None]
+    real = np.ascontiguousarray(came, dtype=np.float64)[None]
+    given = np.empty(real.shape[:2], dtype=np.float64)
+    balances(planned, real, num_ranks, given)
+    return np.where(given[0] < 0.0, 1.0, given[0])
+
+
+def choose(state: ForecastState) -> npt.NDArray[np.int64]:
+    """Forecaster that each layer follows in each phase: int64 [phases, layers], index in
+    FORECASTERS.
+    """
+    scores = 0.5 * state.scores + 0.5 * state.scores.mean(axis=2, keepdims=True)
+    scores[FORECASTERS.index("quarters")] += MARGIN
+    chosen: npt.NDArray[np.int64] = np.argmax(scores, axis=0)
+    fresh = state.shift.parts_since < FRESH_WINDOWS * state.shift.parts
+    chosen[fresh] = FORECASTERS.index("change_point")
+    return chosen
+
+
+def mean_forecast(state: ForecastState, history: LoadHistory) -> FloatArray:
+    """The mean that `forecast`'s scenarios lie around: float64 [phases, layers, experts], pairs a
+    second. Cheap: for what looks at the load every window.
+
+    Raises LoadError without windows.
+    """
+    return _mean(choose(state), state, history)
+
+
+def forecast(state: ForecastState, history: LoadHistory) -> Scenarios:
+    """Scenarios for the next window, each layer after its best forecaster.
+
+    `state` and `history` have both seen the last window. Raises LoadError without windows.
+    """
+    chosen = choose(state)
+    mean = _mean(chosen, state, history)
+    counts, order = _regime(state, history)
+    weights = PART_KEEP ** np.arange(len(order), dtype=np.float64)
+    weights /= weights.sum()
+    demand = np.empty((len(order), *mean.shape), dtype=np.float64)
+    deviate(counts, order, weights, mean, AMPLIFY, demand)
+    latest = state.shift.latest
+    found = latest if latest is not None and latest.found_window == state.last_index else None
+    return Scenarios(demand, weights, chosen, found)
+
+
+def _mean(chosen: npt.NDArray[np.int64], state: ForecastState, history: LoadHistory) -> FloatArray:
+    mean = predict(FORECASTERS[0], state, history).copy()
+    for number in sorted(set(chosen.reshape(-1).tolist())):
+        follows = chosen == number
+        mean[follows] = predict(FORECASTERS[number], state, history)[follows]
+    return mean
+
+
+def _regime(
+    state: ForecastState, history: LoadHistory
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(pairs of the last sub-windows, newest first: int64 [Q, phases, layers, experts]; which of
+    them each scenario follows in each phase: int64 [scenarios, phases]).
+
+    A phase that shifted lately has fewer sub-windows: its scenarios go through them again.
+    """
+    wanted = -(-SCENARIOS // len(history.windows[-1].demand))
+    parts = [window.demand for window in history.windows[-wanted:]]
+    counts = np.ascontiguousarray(np.concatenate(parts)[::-1][:SCENARIOS])
+    held = np.clip(state.shift.parts_since, 1, len(counts))
+    order = np.arange(int(held.max()))[:, None] % held[None]
+    return counts, np.ascontiguousarray(order)
+
+
+def _led(state: ForecastState, window: LoadWindow, last: FloatArray) -> FloatArray:
+    """`prefill_leads`; where there is nothing to lead, the last window."""
+    led = last.copy()
+    queued = window.queued[Phase.PREFILL].astype(np.float64)
+    waiting = queued.sum(axis=1) > 0
+    led[Phase.PREFILL][waiting] = _scaled(queued, last[Phase.PREFILL])[waiting]
+    prefill, decode = (_shares(state.ewma_long[phase]) for phase in (Phase.PREFILL, Phase.DECODE))
+    ratio = np.divide(decode, prefill, out=np.ones_like(decode), where=prefill > 0)
+    lead = last[Phase.PREFILL] * np.clip(ratio, 1 / LEAD_SCALE_MAX, LEAD_SCALE_MAX)
+    leads = lead.sum(axis=1) > 0
+    led[Phase.DECODE][leads] = _scaled(lead, last[Phase.DECODE])[leads]
+    return led
+
+
+def _shares(rate: FloatArray) -> FloatArray:
+    total = rate.sum(axis=1, keepdims=True)
+    shares: FloatArray = np.divide(rate, total, out=np.zeros_like(rate), where=total > 0)
+    return shares
+
+
+def _scaled(shape: FloatArray, like: FloatArray) -> FloatArray:
+    """Rows of `shape` with the sums of `like`: both [layers, experts]."""
+    scaled: FloatArray = _shares(shape) * like.sum(axis=1, keepdims=True)
+    return scaled
+
+
+def _smooth(old: FloatArray, new: FloatArray, keep: float) -> FloatArray:
+    smoothed: FloatArray = keep * old + (1.0 - keep) * new
+    return smoothed
+
+
+def _since_shift(
+    old: FloatArray, before: LoadWindow, window: LoadWindow, began: npt.NDArray[np.int64]
+) -> FloatArray:
+    """Recency-weighted sub-windows after a window, begun anew where a phase shifted: `began` as
+    `watch` says it. before: the window before.
+    """
+    parts = len(window.demand)
+    result = np.empty_like(old)
+    for phase, first in enumerate(began.tolist()):
+        ages = np.arange(parts, dtype=np.float64)[::-1]
+        if first == parts:
+            weights = (1.0 - PART_KEEP) * PART_KEEP**ages
+            result[phase] = PART_KEEP**parts * old[phase]
+        else:
+            weights = (ages < parts - first) * PART_KEEP**ages
+            oldest = PART_KEEP**parts if first < 0 else 0.0
+            scale = 1.0 / (float(weights.sum()) + oldest)
+            weights *= scale
+            result[phase] = 0.0
+            if first < 0:
+                last = np.array([oldest * scale * _parts_a_second(before)])
+                add_weighted(before.demand[-1:, phase], last, result[phase])
+        add_weighted(window.demand[:, phase], weights * _parts_a_second(window), result[phase])
+    return result
+
+
+def _parts_a_second(window: LoadWindow) -> float:
+    """Sub-windows a second: what their counts are multiplied by to become rates; 0 in a window of
+    no length.
+    """
+    seconds = window.end_s - window.start_s
+    return len(window.demand) / seconds if seconds > 0 else 0.0
+
+
+__all__ = [
+    "FORECASTERS",
+    "ForecastState",
+    "Scenarios",
+    "Shift",
+    "ShiftState",
+    "balance_given",
+    "choose",
+    "forecast",
+    "initial_state",
+    "mean_forecast",
+    "observe",
+    "predict",
+]

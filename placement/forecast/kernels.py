@@ -1,0 +1,175 @@
+"""Arithmetic of forecasters, compiled: balance that a forecast would have given, distance of
+sub-windows from the load they are compared with, scenarios.
+
+Responsible for loops over phases, layers and experts. Must never choose a forecaster or name a
+shift. Called by `forecast` and `forecast.shift`.
+"""
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+UNFORESEEN = 1e-9
+"""Share of a layer's forecast that every expert has at least: what is left out has a place."""
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def worst_piece(planned: FloatArray, came: FloatArray, total: float, num_ranks: int) -> float:
+    """Largest load that came on one of `num_ranks` pieces of equal planned load; experts in id
+    order, those on a cut shared. planned, came: [E].
+    """
+    foreseen = 0.0
+    for expert in range(planned.shape[0]):
+        foreseen += planned[expert]
+    floor = max(foreseen, 1.0) * UNFORESEEN
+    width = (foreseen + floor * planned.shape[0]) / num_ranks
+    worst, load, room = 0.0, 0.0, width
+    for expert in range(planned.shape[0]):
+        left, rest = planned[expert] + floor, came[expert]
+        while left > room:
+            part = rest * (room / left)
+            worst = max(worst, load + part)
+            rest -= part
+            left -= room
+            load, room = 0.0, width
+        load += rest
+        room -= left
+    return min(max(worst, load), total)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def balances(planned: FloatArray, came: FloatArray, num_ranks: int, given: FloatArray) -> None:
+    """Balance that a forecaster would have given: planned and came [P, L, E], given [P, L], results
+    in (0, 1]; -1 where nothing came.
+    """
+    for phase in range(came.shape[0]):
+        for layer in range(came.shape[1]):
+            total = came[phase, layer].sum()
+            given[phase, layer] = -1.0
+            if total > 0.0:
+                worst = worst_piece(planned[phase, layer], came[phase, layer], total, num_ranks)
+                given[phase, layer] = total / (num_ranks * worst)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def add_weighted(counts: IntArray, weights: FloatArray, total: FloatArray) -> None:
+    """Add weights[q] x sub-window q of one phase to `total` [L, E]. counts: [Q, L, E]."""
+    for part in range(counts.shape[0]):
+        weight = weights[part]
+        for layer in range(counts.shape[1]):
+            for expert in range(counts.shape[2]):
+                total[layer, expert] += weight * counts[part, layer, expert]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def distances(counts: IntArray, reference: FloatArray, apart: FloatArray) -> None:
+    """Squared Hellinger distance of each sub-window from the reference, less what the sub-window's
+    own drawing makes of it.
+
+    counts: [Q, P, L, E], pairs. reference: [P, L, E], shares (rows sum to 1, or are zero). apart:
+    [Q, P, L], results in [0, 2]; -1 where either has nothing.
+
+    n pairs drawn from m experts lie (m - 1) / (4 n) apart from the shares they are drawn from, on
+    average: with few pairs everything looks like a shift otherwise.
+    """
+    root = np.zeros(reference.shape[2])
+    for phase in range(counts.shape[1]):
+        for layer in range(counts.shape[2]):
+            held = 0
+            for expert in range(root.shape[0]):
+                root[expert] = np.sqrt(reference[phase, layer, expert])
+                held += reference[phase, layer, expert] > 0.0
+            for part in range(counts.shape[0]):
+                total = counts[part, phase, layer].sum()
+                if total == 0 or held == 0:
+                    apart[part, phase, layer] = -1.0
+                    continue
+                scale = 1.0 / total
+                common = 0.0
+                for expert in range(root.shape[0]):
+                    count = counts[part, phase, layer, expert]
+                    if count > 0:
+                        common += np.sqrt(count * scale) * root[expert]
+                noise = (held - 1) / (4.0 * total)
+                apart[part, phase, layer] = max(0.0, 2.0 - 2.0 * common - noise)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def blend_shares(counts: IntArray, first: int, old: FloatArray, weight: float, cap: float) -> float:
+    """Take the shares of one phase's sub-windows from `first` on into a running mean; returns its
+    new weight.
+
+    counts: [Q, L, E]. old: [L, E], changed in place. weight: sub-windows it holds, at most `cap`.
+    """
+    for part in range(first, counts.shape[0]):
+        weight = min(weight + 1.0, cap)
+        for layer in range(counts.shape[1]):
+            total = counts[part, layer].sum()
+            if total > 0:
+                scale, step = 1.0 / total, 1.0 / weight
+                for expert in range(counts.shape[2]):
+                    share = counts[part, layer, expert] * scale
+                    old[layer, expert] += (share - old[layer, expert]) * step
+    return weight
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def deviate(
+    counts: IntArray,
+    order: IntArray,
+    weights: FloatArray,
+    mean: FloatArray,
+    amplify: float,
+    demand: FloatArray,
+) -> None:
+    """Scenarios: the mean forecast, plus what sub-windows deviated by, amplified.
+
+    counts: [Q, P, L, E], pairs of the sub-windows. order: [S, P], sub-window that each scenario
+    follows in each phase. weights: [S]. mean: [P, L, E], pairs a second. demand: [S, P, L, E],
+    results, every row with the sum of its mean.
+    """
+    experts = mean.shape[2]
+    centre = np.zeros(experts)
+    for phase in range(mean.shape[0]):
+        for layer in range(mean.shape[1]):
+            wanted = mean[phase, layer].sum()
+            seen = 0.0
+            centre[:] = 0.0
+            for number in range(order.shape[0]):
+                part = order[number, phase]
+                total = counts[part, phase, layer].sum()
+                if total > 0:
+                    seen += weights[number]
+                    scale = weights[number] / total
+                    for expert in range(experts):
+                        centre[expert] += counts[part, phase, layer, expert] * scale
+            if seen > 0.0:
+                centre /= seen
+            for number in range(order.shape[0]):
+                part = order[number, phase]
+                total = counts[part, phase, layer].sum()
+                row = demand[number, phase, layer]
+                row[:] = mean[phase, layer]
+                if total <= 0 or wanted <= 0.0:
+                    continue
+                summed, scale = 0.0, 1.0 / total
+                for expert in range(experts):
+                    apart = counts[part, phase, layer, expert] * scale - centre[expert]
+                    row[expert] = max(0.0, row[expert] + amplify * wanted * apart)
+                    summed += row[expert]
+                row *= wanted / summed
+
+
+def warm() -> None:
+    """Compile what is called from Python, with the types it is called with."""
+    counts = np.ones((2, 1, 1, 2), dtype=np.int64)
+    mean = np.ones((1, 1, 2))
+    balances(mean, mean, 1, np.zeros((1, 1)))
+    add_weighted(counts[:, 0], np.ones(2), mean[0].copy())
+    distances(counts, mean, np.zeros((2, 1, 1)))
+    blend_shares(counts[:, 0], 0, mean[0], 0.0, 2.0)
+    order = np.zeros((1, 1), dtype=np.int64)
+    deviate(counts, order, np.ones(1), mean, 1.0, np.zeros((1, 1, 1, 2)))

@@ -1,0 +1,265 @@
+"""Hand-over to vLLM and SGLang, against interfaces written down here as they were read.
+
+`make test-adapters` holds the same against the packages' own files.
+"""
+
+import inspect
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from placement.adapters.sglang import (
+    location_json,
+    location_mapping,
+    logical_counts,
+    plan_init_location,
+    read_location,
+)
+from placement.adapters.vllm import EplbMapsPolicy, EplbPolicy
+from placement.eplb import EplbError, inverse
+from placement.layout import ExpertLayout
+from placement.scoring import layer_balancedness, rank_load
+
+# vLLM's AbstractEplbPolicy.rebalance_experts: a classmethod of these arguments, in this order.
+VLLM_ARGUMENTS = {
+    "weight": inspect.Parameter.empty,
+    "num_replicas": inspect.Parameter.empty,
+    "num_groups": inspect.Parameter.empty,
+    "num_nodes": inspect.Parameter.empty,
+    "num_ranks": inspect.Parameter.empty,
+    "old_global_expert_indices": None,
+}
+
+
+def skewed(seed: int, *shape: int) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(np.rint(rng.gamma(0.6, 100.0, shape)) + 1).float()
+
+
+def balance(physical: torch.Tensor, weight: torch.Tensor, ranks: int) -> float:
+    worst = []
+    for row, load in zip(physical.numpy(), weight.double().numpy(), strict=True):
+        layout = ExpertLayout(row.reshape(ranks, -1).astype(np.int32), 1, len(load))
+        worst.append(float(layer_balancedness(rank_load(layout, load[None], "equal"))[0]))
+    return min(worst)
+
+
+def trivial(layers: int, experts: int, replicas: int) -> torch.Tensor:
+    """The map that vLLM and SGLang start with: experts in order, then again from 0."""
+    return (torch.arange(replicas) % experts).repeat(layers, 1)
+
+
+def location_problems(text: str, *, num_physical: int, num_experts: int) -> list[str]:
+    """What is wrong with the text of an init-expert-location file, by our schema of it."""
+    found = json.loads(text)
+    if set(found) != {"physical_to_logical_map"}:
+        return [f"keys {sorted(found)}"]
+    wrong = []
+    for layer, row in enumerate(found["physical_to_logical_map"]):
+        if len(row) != num_physical:
+            wrong.append(f"layer {layer}: {len(row)} slots")
+        if any(type(expert) is not int for expert in row):
+            wrong.append(f"layer {layer}: not all int")
+        if set(row) != set(range(num_experts)):
+            wrong.append(f"layer {layer}: experts {sorted(set(row))}")
+    return wrong
+
+
+class TestVllm:
+    @pytest.mark.parametrize("policy", [EplbPolicy, EplbMapsPolicy])
+    def test_the_signature_is_vllms(self, policy: type[EplbPolicy]) -> None:
+        assert inspect.ismethod(policy.rebalance_experts)
+        parameters = inspect.signature(policy.rebalance_experts).parameters
+        assert {name: p.default for name, p in parameters.items()} == VLLM_ARGUMENTS
+
+    def test_the_map_is_an_int64_host_tensor_with_every_expert(self) -> None:
+        found = EplbPolicy.rebalance_experts(skewed(0, 3, 16), 20, 1, 1, 4, trivial(3, 16, 20))
+        assert isinstance(found, torch.Tensor)
+        assert found.dtype == torch.int64
+        assert found.device == torch.device("cpu")
+        assert found.shape == (3, 20)
+        assert all(set(row) == set(range(16)) for row in found.tolist())
+
+    def test_older_versions_get_three_maps_that_agree(self) -> None:
+        weight = skewed(0, 2, 16)
+        alone = EplbPolicy.rebalance_experts(weight, 20, 1, 1, 4)
+        physical, logical, count = EplbMapsPolicy.rebalance_experts(weight, 20, 1, 1, 4)
+        assert torch.equal(alone, physical)
+        expected = inverse(physical.numpy(), 16)
+        assert np.array_equal(logical.numpy(), expected[0])
+        assert np.array_equal(count.numpy(), expected[1])
+
+    def test_it_improves_the_split_that_vllm_runs(self) -> None:
+        live, weight = trivial(2, 16, 20), skewed(1, 2, 16)
+        found = EplbPolicy.rebalance_experts(weight, 20, 1, 1, 4, live)
+        assert balance(found, weight, 4) > balance(live, weight, 4)
+        again = EplbPolicy.rebalance_experts(weight, 20, 1, 1, 4, found)
+        assert torch.equal(again, found)
+
+    def test_it_plans_for_equal_shares_not_for_levelling(self) -> None:
+        # Levelled both ranks have 8; in equal shares they have 11 and 5, and one write makes it 10.
+        live = torch.tensor([[0, 1, 0, 2]])
+        found = EplbPolicy.rebalance_experts(torch.tensor([[10.0, 6, 0]]), 4, 1, 1, 2, live)
+        assert found.tolist() == [[2, 1, 0, 2]]
+
+    def test_a_subclass_bounds_the_writes(self) -> None:
+        class Gentle(EplbPolicy):
+            max_moves = 2
+
+        live, weight = trivial(2, 16, 20), skewed(1, 2, 16)
+        found = Gentle.rebalance_experts(weight, 20, 1, 1, 4, live)
+        assert (found != live).sum(dim=1).max() <= 2
+
+    def test_another_number_of_slots_starts_from_nothing(self) -> None:
+        weight = skewed(2, 2, 16)
+        fresh = EplbPolicy.rebalance_experts(weight, 20, 1, 1, 4)
+        wider = EplbPolicy.rebalance_experts(weight, 20, 1, 1, 4, trivial(2, 16, 24))
+        assert torch.equal(fresh, wider)
+
+    def test_slots_of_new_ranks_are_filled(self) -> None:
+        live = torch.full((1, 24), -1)
+        live[:, :20] = trivial(1, 16, 20)
+        found = EplbPolicy.rebalance_experts(skewed(3, 1, 16), 24, 1, 1, 6, live)
+        assert found.min() >= 0
+
+    def test_steps_of_load_are_a_history(self) -> None:
+        steps = torch.zeros((8, 1, 5))
+        steps[:, 0] = torch.tensor([90.0, 1, 1, 1, 1])
+        steps[:, 0] = steps[:, 0].flip(-1)
+        _, _, count = EplbMapsPolicy.rebalance_experts(steps, 6, 1, 1, 2)
+        assert count.tolist() == [[1, 1, 1, 1, 2]]
+
+    def test_groups_stay_on_nodes(self) -> None:
+        found = EplbPolicy.rebalance_experts(skewed(4, 1, 16), 24, 4, 2, 4)
+        groups = [set((row // 4).tolist()) for row in found.reshape(2, 12)]
+        assert not groups[0] & groups[1]
+
+    def test_a_refusal_is_typed(self) -> None:
+        with pytest.raises(EplbError, match="num_replicas: 18 replicas do not divide"):
+            EplbPolicy.rebalance_experts(skewed(0, 1, 16), 18, 1, 1, 4)
+
+
+class TestSglangLocation:
+    def test_the_text_fits_the_schema(self) -> None:
+        text = location_json(trivial(2, 4, 6))
+        assert location_problems(text, num_physical=6, num_experts=4) == []
+
+    def test_the_schema_sees_faults(self) -> None:
+        assert location_problems('{"a": 1}', num_physical=1, num_experts=1) == ["keys ['a']"]
+        bad = '{"physical_to_logical_map": [[0, 1.0], [0, 0], [0, 1, 0]]}'
+        assert len(location_problems(bad, num_physical=2, num_experts=2)) == 3
+
+    def test_what_is_written_is_read_back(self) -> None:
+        physical = trivial(2, 4, 6)
+        for form in (
+            location_json(physical),
+            location_json(physical).encode(),
+            location_mapping(physical),
+            {"physical_to_logical_map": physical},
+        ):
+            found = read_location(form)
+            assert list(found) == ["physical_to_logical_map"]
+            assert np.array_equal(found["physical_to_logical_map"], physical.numpy())
+
+    def test_counts_in_the_file_are_read(self) -> None:
+        found = read_location('{"logical_count": [[1, 2], [3, 4]]}')
+        assert found["logical_count"].tolist() == [[[1, 2], [3, 4]]]
+
+    def test_a_plan_from_counts_fits_the_schema(self) -> None:
+        counts = skewed(0, 5, 2, 8).int()
+        for load in (counts, counts.sum(dim=0)):
+            text = plan_init_location(load, num_replicas=12, num_groups=1, num_nodes=1, num_gpus=4)
+            assert location_problems(text, num_physical=12, num_experts=8) == []
+
+    @pytest.mark.parametrize(
+        ("location", "words"),
+        [
+            ("[1]", "location: is not a JSON object"),
+            ("{", "location: is not a JSON object"),
+            ("{}", "has neither physical_to_logical_map nor logical_count"),
+            (
+                {"physical_to_logical_map": [[0]], "logical_count": [[1]]},
+                "has keys that SGLang would refuse: logical_count",
+            ),
+            ({"physical_to_logical_map": [0, 1]}, r"must have shape \[layers, physical\]"),
+            ({"physical_to_logical_map": [[0, 2]]}, "from 0 on without a gap, got 0 to 2"),
+            ({"physical_to_logical_map": [[0, -1]]}, "without a gap, got -1 to 0"),
+            (
+                {"physical_to_logical_map": [[0, 1], [0, 0]]},
+                r"physical_to_logical_map\[1\]: has no replica of expert 1",
+            ),
+            ({"physical_to_logical_map": [[0.5]]}, "must hold integers"),
+            ({"logical_count": [[-1]]}, "must be counts >= 0"),
+            ({"logical_count": [1]}, "must be counts >= 0 of shape"),
+        ],
+    )
+    def test_a_refusal_says_what_is_wrong(self, location: object, words: str) -> None:
+        with pytest.raises(EplbError, match=words):
+            read_location(location)
+
+
+class TestSglangDumps:
+    def test_passes_of_stat_dumps_follow_one_another(self) -> None:
+        first = {"rank": 0, "logical_count": torch.tensor([[[1, 2]], [[3, 4]], [[0, 0]]])}
+        second = {"rank": 0, "logical_count": torch.tensor([[[5, 6]]])}
+        assert logical_counts([first, second]).tolist() == [[[1, 2]], [[3, 4]], [[5, 6]]]
+
+    def test_a_dump_without_load_is_one_empty_pass(self) -> None:
+        counts = logical_counts([{"logical_count": np.zeros((4, 1, 2), dtype=np.int32)}])
+        assert counts.tolist() == [[[0, 0]]]
+
+    def test_records_of_ranks_are_added_by_pass(self) -> None:
+        def dump(rank: int, *passes: tuple[int, list[int]]) -> dict[str, object]:
+            return {
+                "records": [
+                    {
+                        "forward_pass_id": number,
+                        "rank": rank,
+                        "gatherer_key": "primary",
+                        "global_physical_count": torch.tensor([physical]),
+                    }
+                    for number, physical in passes
+                ],
+                "last_physical_to_logical_map": torch.tensor([[0, 1, 0]]),
+            }
+
+        dumps = [dump(0, (8, [1, 2, 3]), (7, [0, 1, 0])), dump(1, (7, [5, 0, 5]))]
+        assert logical_counts(dumps).tolist() == [[[10, 1]], [[4, 2]]]
+        assert logical_counts(dumps, num_experts=3).tolist() == [[[10, 1, 0]], [[4, 2, 0]]]
+
+    @pytest.mark.parametrize(
+        ("dumps", "words"),
+        [
+            ([], "dumps: is empty"),
+            ([{"rank": 0}], "must all hold logical_count, or all hold records"),
+            (
+                [{"logical_count": [[[1, 2]]]}, {"logical_count": [[[1]]]}],
+                "dumps: differ in layers or experts",
+            ),
+            (
+                [{"records": [], "last_physical_to_logical_map": [[0]]}],
+                "dumps: hold no record",
+            ),
+            (
+                [
+                    {"records": [], "last_physical_to_logical_map": [[0]]},
+                    {"records": [], "last_physical_to_logical_map": [[0, 1]]},
+                ],
+                r"dumps\[1\].last_physical_to_logical_map: has shape \(1, 2\)",
+            ),
+            (
+                [
+                    {
+                        "records": [{"forward_pass_id": 0, "global_physical_count": [[1, 2]]}],
+                        "last_physical_to_logical_map": [[0, 1, 0]],
+                    }
+                ],
+                r"global_physical_count: has shape \(1, 2\), its map \(1, 3\)",
+            ),
+        ],
+    )
+    def test_a_refusal_says_what_is_wrong(self, dumps: list[dict], words: str) -> None:
+        with pytest.raises(EplbError, match=words):
+            logical_counts(dumps)
