@@ -5,8 +5,11 @@ counting what was executed. Must never open a socket, know Ray, or compute a pai
 resident at the moment its batch is taken. Called by the shard's server (sub-calls, tables),
 its commands (slots) and its actor (reports, probes).
 
-Threads: any thread may call any method; one compute thread, started by `start`, takes batches.
-`lock` guards the slots and the queue; it is never held while something is computed, read or sent.
+Threads: any thread may call any method. Batches are taken by one thread at a time, which has the
+*turn* while it computes: the compute thread, started by `start`, or, for a little batch while that
+one is idle, the thread that received it (`serve_waiting`), which saves two changes of threads.
+`lock` guards the slots, the queue and the turn; it is never held while something is computed, read
+or sent.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from moe_serve.ports import RowStatus, SubCall, SubReply
 from moe_serve.shard.batch import Admitted, admit, merge, partial_rows, refuse, work_by_phase
 from moe_serve.shard.compute.base import ComputeBackend, SlotWork
 from moe_serve.shard.executed import Hotness, Ledger
+from moe_serve.shard.kernels import count_absent
 from moe_serve.shard.served_model import ServedModel
 from moe_serve.shard.sub_call_checks import check_sub_call
 from moe_serve.shard.task_queue import TaskQueue
@@ -79,11 +83,13 @@ class ShardCore:
         matches."""
         self.on_answers: Callable[[Sequence[Answer]], None] = lambda _answers: None
         """Takes, under the lock, answers to commands that had waited for pins."""
-        self._queue = WorkQueue(limits or QueueLimits())
+        self._limits = limits or QueueLimits()
+        self._queue = WorkQueue(self._limits)
         self._estimate = BacklogEstimate()
         self._backlog_seq = itertools.count(1)
         self._tasks = TaskQueue(lambda: self._stopping or self.broken)
         self._busy = False
+        self._lent = False
         self._stopping = False
         self._failures_in_a_row = 0
         self._thread = threading.Thread(target=self._run, name="moe-compute", daemon=True)
@@ -113,7 +119,7 @@ class ShardCore:
 
     @property
     def busy(self) -> bool:
-        """Whether the compute thread is working."""
+        """Whether something is being computed."""
         return self._busy
 
     @property
@@ -128,6 +134,13 @@ class ShardCore:
         thread, possibly before this returns: with a SubReply, InvalidArgument, ResourceExhausted or
         Unavailable. Never blocks on compute.
         """
+        self.enqueue(call, num_bytes, reply)
+        with self.lock:
+            self.lock.notify_all()
+
+    def enqueue(self, call: SubCall, num_bytes: int, reply: ReplyTo) -> None:
+        """`submit`, but nobody is told that work waits: `serve_waiting` must follow, once for all
+        that was received together."""
         try:
             check_sub_call(call, self.model)
         except InvalidArgument as error:
@@ -140,9 +153,41 @@ class ShardCore:
             why = self._why_not(call, num_bytes)
             if not why:
                 self._queue.put(work)
-                self.lock.notify_all()
         if why:
             reply(self._refusal(work, why))
+
+    def serve_waiting(self) -> None:
+        """Have what waits computed: by the calling thread, before this returns, where little waits
+        and nothing is being computed; else by the compute thread."""
+        with self.lock:
+            if not self._queue.sub_calls:
+                return
+            if not self._may_lend():
+                self.lock.notify_all()
+                return
+            self._busy = self._lent = True
+        done = False
+        try:
+            self._serve_batch()
+            done = True
+        finally:
+            with self.lock:
+                self._busy = self._lent = False
+                if not done:
+                    self._failures_in_a_row = COMPUTE_FAILURES_MAX
+                if self._queue.sub_calls or self._tasks or self._stopping:
+                    self.lock.notify_all()
+            if not done:
+                self._refuse_waiting("computing has ended")
+
+    def _may_lend(self) -> bool:
+        """Whether the turn is free and what waits is so little that its receiver may compute it."""
+        limits, queue = self._limits, self._queue
+        if self._busy or self._tasks or self._stopping or self._thread.ident is None:
+            return False
+        if queue.rows > limits.direct_rows_max:
+            return False
+        return self._estimate.batch_s(queue.pairs) <= limits.direct_s_max
 
     def _why_not(self, call: SubCall, num_bytes: int) -> str:
         """Why a sub-call is not queued, "" where it is."""
@@ -281,8 +326,8 @@ class ShardCore:
     def _wait_for_work(self) -> bool:
         """Whether there is some; False where the shard stops."""
         with self.lock:
-            while not (self._queue.sub_calls or self._tasks or self._stopping):
-                self._busy = False
+            while self._lent or not (self._queue.sub_calls or self._tasks or self._stopping):
+                self._busy = self._lent
                 self.lock.wait()
             self._busy = not self._stopping
             return self._busy
@@ -323,11 +368,9 @@ class ShardCore:
         resident = self.slots.ledger.served(call.pair_slot, call.pair_tag)
         # The tag alone proves the fill; a pair that takes it for another expert comes from a broken
         # router and must not be counted or combined as what it is not.
-        at = np.where(resident, call.pair_slot, 0)
-        key = call.layer * self.model.num_experts + call.pair_expert
-        if len(self.keys):
-            resident &= self.keys[at] == key
-        return admit(work, resident)
+        first_key = call.layer * self.model.num_experts
+        absent = count_absent(resident, self.keys, call.pair_slot, call.pair_expert, first_key)
+        return admit(work, resident, absent)
 
     def _pin(self, admitted: Sequence[Admitted]) -> npt.NDArray[np.int32]:
         named = np.zeros(len(self.keys), np.bool_)
@@ -364,7 +407,7 @@ class ShardCore:
     def _forward_once(self, admitted: Sequence[Admitted], now_s: float) -> list[SubReply]:
         batch = merge(admitted, self.model.expert.hidden_size)
         num_pairs = len(batch.pair_row)
-        out = np.empty_like(batch.rows)
+        out = np.empty(batch.rows.shape, np.float32)
         began_s = self.clock()
         work: SlotWork | None = None
         if num_pairs:
@@ -379,13 +422,13 @@ class ShardCore:
         entries = [self.ledger.entry(o.work.call, o.pairs) for o in admitted if o.num_rows]
         replies = []
         for i, one in enumerate(admitted):
-            partial = partial_rows(one.work.call, out, int(batch.begin[i]), int(batch.begin[i + 1]))
+            partial = partial_rows(one.work.call, out, batch.begin[i], batch.begin[i + 1])
             replies.append(self._reply(one, partial, now_s, ended_s - began_s))
         # Everything large is allocated by now. Where memory was too short for it, the batch is
         # computed again, so nothing of it may have been counted.
         if work is not None:
-            phase, slot, pairs, seconds = work_by_phase(batch, work)
-            self.hotness.add(phase, self.keys[slot], pairs, seconds)
+            for phase, part in work_by_phase(batch, work):
+                self.hotness.add(phase, self.keys[part.slots], part.pairs, part.seconds)
         for entry in entries:
             self.ledger.add(entry)
         for one in admitted:
@@ -395,6 +438,8 @@ class ShardCore:
 
     # ---------------------------------------------------------------------------------- replies
     def _count_rows(self, one: Admitted) -> None:
+        if one.pairs is None:
+            return self._count("rows_served", len(one.row_status))
         served, stale, refused = np.bincount(one.row_status, minlength=len(RowStatus)).tolist()
         with self._counts_lock:
             self._counts["rows_served"] += served

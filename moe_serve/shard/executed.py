@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_serve.ports import Cause, SubCall
+from moe_serve.shard.kernels import add_work
 from placement.load import HotnessReport
 from placement.topology import NUM_PHASES
 
@@ -44,17 +45,15 @@ class Hotness:
 
     def add(
         self,
-        phase: npt.NDArray[np.int32] | int,
+        phase: int,
         key: npt.NDArray[np.int32],
         pairs: npt.NDArray[np.int64],
         seconds: npt.NDArray[np.float64],
     ) -> None:
-        """Count: key int32 [n] in [0, layers * experts), each of them `pairs` pairs and `seconds`
-        of compute."""
-        index = np.asarray(phase, np.int64) * self._num_keys + key
+        """Count in one phase: key int32 [n] in [0, layers * experts), each of them `pairs` pairs and
+        `seconds` of compute."""
         with self._lock:
-            np.add.at(self._pairs, index, pairs)
-            np.add.at(self._seconds, index, seconds)
+            add_work(self._pairs, self._seconds, phase * self._num_keys, key, pairs, seconds)
             self.total_pairs += int(pairs.sum())
             self.total_s += float(seconds.sum())
 

@@ -117,8 +117,9 @@ def encode_forward(call: SubCall) -> list[Buffer]:
 
 def encode_reply(reply: SubReply) -> list[Buffer]:
     """Frames of a reply; `partial` is referred to, not copied."""
-    detail = reply.detail.encode()[:DETAIL_BYTES_MAX]
-    detail = detail.decode(errors="ignore").encode()
+    detail = b""
+    if reply.detail:
+        detail = reply.detail.encode()[:DETAIL_BYTES_MAX].decode(errors="ignore").encode()
     served, hidden = reply.partial.shape
     header = pack(
         _REPLY,

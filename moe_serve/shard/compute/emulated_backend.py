@@ -28,14 +28,14 @@ from numpy.typing import NDArray
 
 from moe_serve.shard.compute.base import ExpertSpec, SlotWork, check_forward, check_loaded
 from moe_serve.shard.compute.order import order_by_slot
-from moe_serve.shard.kernels import warm
+from moe_serve.shard.kernels import scale_rows, warm
 from placement.topology import DeviceProfile
 
 
 class EmulatedBackend:
     """Declared time, identity experts. See `ComputeBackend` and the module's two rules.
 
-    `profile` declares the device. `sleep` is called once a forward with the seconds it would take
+    `profile` declares the device. `sleep` is called once a forward that takes any time, with the seconds it would take
     (less than what the emulation itself took is not possible and not corrected); give a function
     that records them to run in virtual time.
 
@@ -102,13 +102,12 @@ class EmulatedBackend:
         check_loaded(order.slots, self._buffers)
         pairs = order.pairs
         seconds = self._seconds(pairs)
-        gate_sum = np.bincount(pair_row, weights=pair_gate, minlength=rows.shape[0])
-        with np.errstate(all="ignore"):  # a row that is not finite is served as it is
-            np.multiply(rows, gate_sum.astype(np.float32)[:, None], out=out)
-        # A row without pairs is zero, even if it is not finite.
-        out[np.bincount(pair_row, minlength=rows.shape[0]) == 0] = 0.0
-        if pairs.size:
-            self._sleep(float(seconds.sum()))
+        num_rows = rows.shape[0]
+        scale_rows(rows, pair_row, pair_gate, np.empty(num_rows), np.empty(num_rows, np.bool_), out)
+        needed_s = float(seconds.sum())
+        if needed_s > 0.0:
+            # Even a sleep of no time gives the processor away.
+            self._sleep(needed_s)
         return SlotWork(slots=order.slots, pairs=pairs, seconds=seconds)
 
     def warm_up(self) -> None:
