@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -243,7 +243,7 @@ class ShardCore:
             self.lock.notify_all()
         return done
 
-    def unpin(self, slots: npt.NDArray[np.int32]) -> None:
+    def unpin(self, slots: npt.NDArray[np.integer[Any]]) -> None:
         """Drop a batch's pins; commands that waited for them are answered."""
         with self.lock:
             self.on_answers(self.slots.ledger.unpin(slots))
@@ -336,8 +336,11 @@ class ShardCore:
         with self.lock:
             works = self._queue.take()
             now_s = self.clock()
-            admitted = [self._admit(work, now_s) for work in works]
-            pinned = self._pin(admitted)
+            named = np.zeros(len(self.keys), np.bool_)
+            admitted = [self._admit(work, now_s, named) for work in works]
+            # Also slots of refused rows: it is their pairs that are resident.
+            pinned = np.flatnonzero(named)
+            self.slots.ledger.pin(pinned)
         if not admitted:
             return
         try:
@@ -351,8 +354,9 @@ class ShardCore:
         for one, answer in zip(admitted, answers, strict=True):
             one.work.reply(answer)
 
-    def _admit(self, work: Work, now_s: float) -> Admitted:
-        """The fence: under the lock, at the moment the batch is taken."""
+    def _admit(self, work: Work, now_s: float, named: npt.NDArray[np.bool_]) -> Admitted:
+        """The fence: under the lock, at the moment the batch is taken. Sets `named` [slots] for the
+        slots of pairs that are resident."""
         call = work.call
         if now_s >= work.deadline_s:
             late_s = now_s - work.deadline_s
@@ -369,17 +373,10 @@ class ShardCore:
         # The tag alone proves the fill; a pair that takes it for another expert comes from a broken
         # router and must not be counted or combined as what it is not.
         first_key = call.layer * self.model.num_experts
-        absent = count_absent(resident, self.keys, call.pair_slot, call.pair_expert, first_key)
+        absent = count_absent(
+            resident, named, self.keys, call.pair_slot, call.pair_expert, first_key
+        )
         return admit(work, resident, absent)
-
-    def _pin(self, admitted: Sequence[Admitted]) -> npt.NDArray[np.int32]:
-        named = np.zeros(len(self.keys), np.bool_)
-        for one in admitted:
-            slots = one.work.call.pair_slot
-            named[slots if one.pairs is None else slots[one.pairs]] = True
-        pinned = np.flatnonzero(named).astype(np.int32)
-        self.slots.ledger.pin(pinned)
-        return pinned
 
     def _forward(
         self, admitted: Sequence[Admitted], now_s: float

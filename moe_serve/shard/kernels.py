@@ -226,19 +226,29 @@ def count_unsound(
 
 
 @njit(
-    [types.int64(_BOOL_OUT, _INDEX_IN, _INDEX_IN, _INDEX_IN, types.int64)], cache=True, nogil=True
+    [types.int64(_BOOL_OUT, _BOOL_OUT, _INDEX_IN, _INDEX_IN, _INDEX_IN, types.int64)],
+    cache=True,
+    nogil=True,
 )
 def count_absent(
-    resident: _Array, keys: _Array, pair_slot: _Array, pair_expert: _Array, first_key: int
+    resident: _Array,
+    named: _Array,
+    keys: _Array,
+    pair_slot: _Array,
+    pair_expert: _Array,
+    first_key: int,
 ) -> int:
-    """Clear `resident` bool [P] where the slot's key is not first_key + pair_expert; returns how
-    many are not set then. `keys` int32 [slots]; slots of resident pairs are in range.
+    """Clear `resident` bool [P] where the slot's key is not first_key + pair_expert, and set `named`
+    bool [slots] for the slots of the others; returns how many are not resident then. `keys` int32
+    [slots]; slots of resident pairs are in range.
     """
     absent = 0
     for p in range(resident.shape[0]):
         if resident[p] and keys[pair_slot[p]] != first_key + pair_expert[p]:
             resident[p] = False
-        if not resident[p]:
+        if resident[p]:
+            named[pair_slot[p]] = True
+        else:
             absent += 1
     return absent
 
@@ -299,7 +309,7 @@ def warm() -> None:
     gates = np.ones(1, np.float32)
     scale_rows(rows, index, gates, zeros, flags, np.empty((1, 2), np.float32))
     count_unsound(index, index, index, gates, index, index, 1, 1, 1)
-    count_absent(flags, index, index, index, 0)
+    count_absent(flags, flags.copy(), index, index, index, 0)
     add_work(np.zeros(1, np.int64), zeros, 0, index, np.ones(1, np.int64), zeros.copy())
     bits = np.zeros(1, np.uint32)
     narrow_bfloat16(bits, np.zeros(1, np.uint16))

@@ -56,6 +56,17 @@ _REPLY: Final = struct.Struct("<qqqdqddBxHIII")
 hidden, rows, served."""
 _PAIR_BYTES: Final = 28
 _ROW_BYTES: Final = 4
+_BLOCKS: Final = (
+    ("pair_tag", np.dtype(np.int64)),
+    ("pair_gate", np.dtype(np.float32)),
+    ("pair_row", np.dtype(np.int32)),
+    ("pair_slot", np.dtype(np.int32)),
+    ("pair_k", np.dtype(np.int32)),
+    ("pair_expert", np.dtype(np.int32)),
+    ("row_id", np.dtype(np.int32)),
+)
+"""Arrays of the index block, in order."""
+_CAUSES: Final = tuple(Cause)
 _DTYPE_OF: Final = MappingProxyType({dtype.numpy: dtype for dtype in DType})
 _DTYPE_OF_CODE: Final = MappingProxyType({int(dtype): dtype for dtype in DType})
 
@@ -67,27 +78,27 @@ def encode_forward(call: SubCall) -> list[Buffer]:
     Raises InvalidArgument where arrays disagree in length or dtype, or a value does not fit the
     header.
     """
-    num_rows, num_pairs = len(call.rows), len(call.pair_row)
-    if call.rows.ndim != 2 or call.rows.dtype != call.dtype.numpy:
+    rows, num_pairs = call.rows, len(call.pair_row)
+    num_rows = len(rows)
+    if rows.ndim != 2 or rows.dtype != call.dtype.numpy:
         raise invalid(
             "rows",
             f"must be [rows, hidden] of {call.dtype.numpy} "
-            f"(got {call.rows.shape} {call.rows.dtype})",
+            f"(got {rows.shape} {rows.dtype})",
         )
     blocks = (
-        ("pair_tag", call.pair_tag, np.int64, num_pairs),
-        ("pair_gate", call.pair_gate, np.float32, num_pairs),
-        ("pair_row", call.pair_row, np.int32, num_pairs),
-        ("pair_slot", call.pair_slot, np.int32, num_pairs),
-        ("pair_k", call.pair_k, np.int32, num_pairs),
-        ("pair_expert", call.pair_expert, np.int32, num_pairs),
-        ("row_id", call.row_id, np.int32, num_rows),
+        call.pair_tag,
+        call.pair_gate,
+        call.pair_row,
+        call.pair_slot,
+        call.pair_k,
+        call.pair_expert,
+        call.row_id,
     )
-    for name, array, dtype, length in blocks:
+    for array, (name, dtype) in zip(blocks, _BLOCKS, strict=True):
+        length = num_rows if array is call.row_id else num_pairs
         if array.dtype != dtype or array.shape != (length,):
-            raise invalid(
-                name, f"must be {dtype.__name__} [{length}] (got {array.dtype} {array.shape})"
-            )
+            raise invalid(name, f"must be {dtype} [{length}] (got {array.dtype} {array.shape})")
     check_count("rows", num_rows, ROWS_MAX)
     check_count("pairs", num_pairs, PAIRS_MAX)
     name_bytes = call.router.encode()
@@ -111,8 +122,11 @@ def encode_forward(call: SubCall) -> list[Buffer]:
         num_pairs,
     )
     prefix = pack_prefix(Kind.FORWARD, call.call_id, call.sub_id)
-    index = b"".join([raw(array) for _, array, _, _ in blocks])
-    return [prefix + header + name_bytes, index, raw(call.rows)]
+    try:
+        index = b"".join(blocks)
+    except (BufferError, TypeError, ValueError):  # not contiguous
+        index = b"".join([raw(array) for array in blocks])
+    return [prefix + header + name_bytes, index, raw(rows)]
 
 
 def encode_reply(reply: SubReply) -> list[Buffer]:
@@ -189,7 +203,7 @@ def _decode_forward(frames: Frames, call_id: int, sub_id: int) -> SubCall:
         request_key=request_key,
         layer=layer,
         phase=phase,
-        cause=Cause(cause),
+        cause=_CAUSES[cause],
         incarnation=incarnation,
         term=term,
         epoch=epoch,

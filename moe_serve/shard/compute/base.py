@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,7 +175,7 @@ def check_forward(
         )
 
 
-def check_loaded(slots: NDArray[np.int32], loaded: Container[int]) -> None:
+def check_loaded(slots: NDArray[np.integer[Any]], loaded: Container[int]) -> None:
     """Assert that every slot of a batch is loaded, before anything is computed."""
     missing = [slot for slot in slots.tolist() if slot not in loaded]
     assert not missing, f"slots {missing} are not loaded"

@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.shard.compute.base import ExpertSpec, SlotWork, check_forward, check_loaded
-from moe_serve.shard.compute.order import order_by_slot
 from moe_serve.shard.kernels import scale_rows, warm
 from placement.topology import DeviceProfile
 
@@ -98,9 +97,10 @@ class EmulatedBackend:
         `ComputeBackend`.
         """
         check_forward(self._spec.hidden_size, rows, pair_row, (pair_slot, pair_gate), out)
-        order = order_by_slot(pair_slot)
-        check_loaded(order.slots, self._buffers)
-        pairs = order.pairs
+        counts = np.bincount(pair_slot)
+        slots = np.flatnonzero(counts)
+        check_loaded(slots, self._buffers)
+        pairs = counts[slots]
         seconds = self._seconds(pairs)
         num_rows = rows.shape[0]
         scale_rows(rows, pair_row, pair_gate, np.empty(num_rows), np.empty(num_rows, np.bool_), out)
@@ -108,7 +108,7 @@ class EmulatedBackend:
         if needed_s > 0.0:
             # Even a sleep of no time gives the processor away.
             self._sleep(needed_s)
-        return SlotWork(slots=order.slots, pairs=pairs, seconds=seconds)
+        return SlotWork(slots=slots.astype(np.int32), pairs=pairs, seconds=seconds)
 
     def warm_up(self) -> None:
         """Run the compiled loops once. See `ComputeBackend`."""

@@ -8,6 +8,7 @@ copies.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +100,7 @@ class SlotLedger:
         match_tags(self.tags, np.ascontiguousarray(slot), np.ascontiguousarray(tag), found)
         return found
 
-    def pin(self, slots: npt.NDArray[np.int32]) -> None:
+    def pin(self, slots: npt.NDArray[np.integer[Any]]) -> None:
         """Keep the slots of a batch from being freed or refilled until `unpin`. Each slot once a
         batch."""
         served = SlotPhase.VERIFIED
@@ -108,7 +109,7 @@ class SlotLedger:
             assert slot.phase is served, f"slot {index} is not served"
             slot.batch_pins += 1
 
-    def unpin(self, slots: npt.NDArray[np.int32]) -> list[Answer]:
+    def unpin(self, slots: npt.NDArray[np.integer[Any]]) -> list[Answer]:
         """The batch's reply is built. Answers that had waited for it."""
         served = SlotPhase.VERIFIED
         for index in slots.tolist():
