@@ -8,7 +8,7 @@ routers reach shards through ShardChannel (ZeroMQ behind). No part imports anoth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
@@ -58,7 +58,7 @@ class DType(IntEnum):
         return _NUMPY[self]
 
 
-_NUMPY: Final = MappingProxyType(
+_NUMPY: Final[Mapping[DType, np.dtype[Any]]] = MappingProxyType(
     {
         DType.FLOAT32: np.dtype(np.float32),
         DType.BFLOAT16: np.dtype(np.uint16),

@@ -29,8 +29,10 @@ Rows = npt.NDArray[Any]
 
 
 def gather_rows(rows: Rows, row_id: npt.NDArray[np.int32]) -> Rows:
-    """rows[row_id], raw [R, H] in the dtype of `rows`; values are never converted. `row_id` strictly
-    ascends, so that as many as there are rows are all of them: those are not copied.
+    """rows[row_id], raw [R, H] in the dtype of `rows`; values are never converted.
+
+    `row_id` strictly ascends, so that as many as there are rows are all of them: those are not
+    copied.
     """
     if row_id.shape[0] == rows.shape[0]:
         return rows

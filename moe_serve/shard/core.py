@@ -5,11 +5,10 @@ counting what was executed. Must never open a socket, know Ray, or compute a pai
 resident at the moment its batch is taken. Called by the shard's server (sub-calls, tables),
 its commands (slots) and its actor (reports, probes).
 
-Threads: any thread may call any method. Batches are taken by one thread at a time, which has the
-*turn* while it computes: the compute thread, started by `start`, or, for a little batch while that
-one is idle, the thread that received it (`serve_waiting`), which saves two changes of threads.
-`lock` guards the slots, the queue and the turn; it is never held while something is computed, read
-or sent.
+Threads: any thread may call any method. One at a time takes batches and computes: the compute
+thread, started by `start`, or, where that one is idle and the batch little, the thread that
+received it (`serve_waiting`), which saves two changes of threads. `lock` guards the slots and the
+queue; it is never held while something is computed, read or sent.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -36,7 +34,7 @@ from moe_serve.errors import (
 from moe_serve.ports import RowStatus, SubCall, SubReply
 from moe_serve.shard.batch import Admitted, admit, merge, partial_rows, refuse, work_by_phase
 from moe_serve.shard.compute.base import ComputeBackend, SlotWork
-from moe_serve.shard.executed import Hotness, Ledger
+from moe_serve.shard.executed import Counts, Hotness, Ledger
 from moe_serve.shard.kernels import count_absent
 from moe_serve.shard.served_model import ServedModel
 from moe_serve.shard.sub_call_checks import check_sub_call
@@ -76,8 +74,7 @@ class ShardCore:
         """Guards `slots` and the queue; notified when work arrives and when pins are dropped."""
         self.hotness = Hotness(f"shard-{slots.rank}", slots.rank, slots.incarnation, model.num_keys)
         self.ledger = Ledger(ledger_rows_max)
-        self._counts: Counter[str] = Counter()
-        self._counts_lock = threading.Lock()
+        self._counts = Counts()
         self.keys: npt.NDArray[np.int32] = np.full(slots.ledger.num_slots, -1, np.int32)
         """Key (layer * num_experts + expert) of each slot's newest fill. Meaningful where the tag
         matches."""
@@ -139,12 +136,11 @@ class ShardCore:
             self.lock.notify_all()
 
     def enqueue(self, call: SubCall, num_bytes: int, reply: ReplyTo) -> None:
-        """`submit`, but nobody is told that work waits: `serve_waiting` must follow, once for all
-        that was received together."""
+        """`submit`, but `serve_waiting` must follow, once for all that was received together."""
         try:
             check_sub_call(call, self.model)
         except InvalidArgument as error:
-            self._count("invalid_sub_calls")
+            self._counts.add("invalid_sub_calls")
             reply(error)
             return
         arrived_s = self.clock()
@@ -166,28 +162,25 @@ class ShardCore:
                 self.lock.notify_all()
                 return
             self._busy = self._lent = True
-        done = False
         try:
             self._serve_batch()
-            done = True
+        except BaseException:
+            self._failures_in_a_row = COMPUTE_FAILURES_MAX  # as where the compute thread dies
+            self._refuse_waiting("computing has ended")
+            raise
         finally:
             with self.lock:
                 self._busy = self._lent = False
-                if not done:
-                    self._failures_in_a_row = COMPUTE_FAILURES_MAX
                 if self._queue.sub_calls or self._tasks or self._stopping:
                     self.lock.notify_all()
-            if not done:
-                self._refuse_waiting("computing has ended")
 
     def _may_lend(self) -> bool:
         """Whether the turn is free and what waits is so little that its receiver may compute it."""
-        limits, queue = self._limits, self._queue
         if self._busy or self._tasks or self._stopping or self._thread.ident is None:
             return False
-        if queue.rows > limits.direct_rows_max:
-            return False
-        return self._estimate.batch_s(queue.pairs) <= limits.direct_s_max
+        limits, queue = self._limits, self._queue
+        expected_s = self._estimate.batch_s(queue.pairs)
+        return queue.rows <= limits.direct_rows_max and expected_s <= limits.direct_s_max
 
     def _why_not(self, call: SubCall, num_bytes: int) -> str:
         """Why a sub-call is not queued, "" where it is."""
@@ -292,20 +285,14 @@ class ShardCore:
         batches, memory_errors, compute_failures (each from its first on), executed_pairs,
         compute_s, ledger_dropped_pairs; and what waits now: queued_rows, queued_bytes.
         """
-        with self._counts_lock:
-            counts = {name: float(value) for name, value in self._counts.items()}
         return {
-            **counts,
+            **self._counts.all(),
             "executed_pairs": float(self.hotness.total_pairs),
             "compute_s": self.hotness.total_s,
             "ledger_dropped_pairs": float(self.ledger.dropped_pairs),
             "queued_rows": float(self._queue.rows),
             "queued_bytes": float(self._queue.num_bytes),
         }
-
-    def _count(self, name: str, by: int = 1) -> None:
-        with self._counts_lock:
-            self._counts[name] += by
 
     # --------------------------------------------------------------------------- compute thread
     def _run(self) -> None:
@@ -386,7 +373,7 @@ class ShardCore:
         try:
             answers: list[SubReply | MoeServeError] = [*self._forward_once(admitted, now_s)]
         except MemoryError:
-            self._count("memory_errors")
+            self._counts.add("memory_errors")
             if len(admitted) > 1:
                 return [answer for one in admitted for answer in self._forward([one], now_s)]
             problem = f"no memory for {len(admitted[0].work.call.rows)} rows; send fewer at once"
@@ -395,7 +382,7 @@ class ShardCore:
             # A fault of ours or of the device. Others may be served, so one batch does not end the
             # shard; several in a row do.
             self._failures_in_a_row += 1
-            self._count("compute_failures")
+            self._counts.add("compute_failures")
             _log.exception("rank %d: a batch failed", self.slots.rank)
             return [Unavailable(f"compute failed: {type(error).__name__}")] * len(admitted)
         self._failures_in_a_row = 0
@@ -429,20 +416,11 @@ class ShardCore:
         for entry in entries:
             self.ledger.add(entry)
         for one in admitted:
-            self._count_rows(one)
-        self._count("batches")
+            self._counts.add_rows(one.row_status)
+        self._counts.add("batches")
         return replies
 
     # ---------------------------------------------------------------------------------- replies
-    def _count_rows(self, one: Admitted) -> None:
-        if one.pairs is None:
-            return self._count("rows_served", len(one.row_status))
-        served, stale, refused = np.bincount(one.row_status, minlength=len(RowStatus)).tolist()
-        with self._counts_lock:
-            self._counts["rows_served"] += served
-            self._counts["rows_stale"] += stale
-            self._counts["rows_refused"] += refused
-
     def _reply(
         self, one: Admitted, partial: npt.NDArray[np.generic], now_s: float, compute_s: float
     ) -> SubReply:
@@ -468,5 +446,5 @@ class ShardCore:
         call = work.call
         nothing = np.zeros((0, self.model.expert.hidden_size), call.dtype.numpy)
         refused = refuse(work, RowStatus.REFUSED, detail)
-        self._count_rows(refused)
+        self._counts.add_rows(refused.row_status)
         return self._reply(refused, nothing, self.clock(), 0.0)

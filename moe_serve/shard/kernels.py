@@ -1,8 +1,8 @@
-"""Compiled loops of a shard: check and admit pairs, order them by slot, gather, multiply, SiLU, gated
-add, count, bfloat16.
+"""Compiled loops of a shard: check and admit pairs, order them by slot, gather, multiply, SiLU,
+gated add, count, bfloat16.
 
-Responsible for arithmetic on arrays; all but `count_unsound` trust what is in them. Must never allocate a result,
-keep state or decide anything. Called by `moe_serve.shard.compute` and `moe_serve.shard.rows`; each
+Responsible for arithmetic on arrays; all but `count_unsound` trust what is in them. Must never keep
+state or decide anything. Called by `moe_serve.shard.compute` and `moe_serve.shard.rows`; each
 kernel has a numpy reference in the tests.
 
 Signatures are explicit: arguments that are only read are declared read-only (wire buffers are), so
@@ -31,6 +31,7 @@ _F64_IN = types.Array(types.float64, 1, "C", readonly=True)
 _F64_OUT = types.Array(types.float64, 1, "C")
 _I64_IN = types.Array(types.int64, 1, "C", readonly=True)
 _I64_OUT = types.Array(types.int64, 1, "C")
+_SLOT_COUNTS = types.Tuple([_INDEX_OUT, _I64_OUT])  # type: ignore[no-untyped-call]
 
 
 @njit([types.int64(_INDEX_IN, _INDEX_OUT, _INDEX_OUT, _INDEX_OUT)], cache=True, nogil=True)
@@ -157,30 +158,53 @@ def add_gated(out: _Array, index: _Array, gates: _Array, parts: _Array) -> None:
 
 
 @njit(
-    [types.void(_ROWS_IN, _INDEX_IN, _GATES_IN, _F64_OUT, _BOOL_OUT, _ROWS_OUT)],
+    [types.void(_ROWS_IN, _INDEX_IN, _GATES_IN, _ROWS_OUT)],
     cache=True,
     nogil=True,
 )
-def scale_rows(
-    rows: _Array, pair_row: _Array, gates: _Array, sums: _Array, named: _Array, out: _Array
-) -> None:
-    """out[r] = (sum of the gates of row r's pairs, added in float64) * rows[r], zero where a row has
-    no pair. rows, out [R, H]; pair_row, gates [P]; sums [R] and named [R] are scratch.
+def scale_rows(rows: _Array, pair_row: _Array, gates: _Array, out: _Array) -> None:
+    """out[r] = (sum of the gates of row r's pairs, added in float64) * rows[r], zero where a row
+    has no pair. rows, out [R, H]; pair_row, gates [P].
     """
-    sums[:] = 0.0
-    named[:] = False
+    sums = np.zeros(rows.shape[0], np.float64)
+    named = np.zeros(rows.shape[0], np.bool_)
     for p in range(pair_row.shape[0]):
         sums[pair_row[p]] += gates[p]
         named[pair_row[p]] = True
     for r in range(rows.shape[0]):
         gate = np.float32(sums[r])
-        for j in range(rows.shape[1]):
-            # A row that is not finite has no pair's say in a row without pairs: 0 * inf is no 0.
-            out[r, j] = gate * rows[r, j] if named[r] else np.float32(0.0)
+        if named[r]:
+            for j in range(rows.shape[1]):
+                out[r, j] = gate * rows[r, j]
+        else:  # also where the row is not finite, and 0 times it is no 0
+            for j in range(rows.shape[1]):
+                out[r, j] = np.float32(0.0)
+
+
+@njit([_SLOT_COUNTS(_INDEX_IN)], cache=True, nogil=True)
+def count_by_slot(pair_slot: _Array) -> tuple[_Array, _Array]:
+    """Slots that occur in pair_slot [P], ascending int32 [G], and how often, int64 [G]."""
+    most = -1
+    for p in range(pair_slot.shape[0]):
+        most = max(most, pair_slot[p])
+    counts = np.zeros(most + 1, np.int64)
+    num_used = 0
+    for p in range(pair_slot.shape[0]):
+        num_used += counts[pair_slot[p]] == 0
+        counts[pair_slot[p]] += 1
+    slots = np.empty(num_used, np.int32)
+    pairs = np.empty(num_used, np.int64)
+    at = 0
+    for slot in range(most + 1):
+        if counts[slot] > 0:
+            slots[at] = slot
+            pairs[at] = counts[slot]
+            at += 1
+    return slots, pairs
 
 
 @njit(
-    [types.int64(*[_INDEX_IN] * 3, _GATES_IN, *[_INDEX_IN] * 2, *[types.int64] * 3)],
+    [types.int64(*[_INDEX_IN] * 3, _GATES_IN, *[_INDEX_IN] * 2, *[types.int64] * 2)],
     cache=True,
     nogil=True,
 )
@@ -191,7 +215,6 @@ def count_unsound(
     gates: _Array,
     pair_k: _Array,
     pair_expert: _Array,
-    num_rows: int,
     num_experts: int,
     top_k: int,
 ) -> int:
@@ -199,8 +222,8 @@ def count_unsound(
     differ, values out of range, gates that are not finite, (row, k) named twice. Told apart in
     `sub_call_checks`.
     """
-    num_pairs = pair_row.shape[0]
-    if row_id.shape[0] != num_rows or num_pairs > num_rows * top_k:
+    num_rows, num_pairs = row_id.shape[0], pair_row.shape[0]
+    if num_pairs > num_rows * top_k:
         return 1
     if (
         pair_slot.shape[0] != num_pairs
@@ -238,9 +261,9 @@ def count_absent(
     pair_expert: _Array,
     first_key: int,
 ) -> int:
-    """Clear `resident` bool [P] where the slot's key is not first_key + pair_expert, and set `named`
-    bool [slots] for the slots of the others; returns how many are not resident then. `keys` int32
-    [slots]; slots of resident pairs are in range.
+    """Clear `resident` bool [P] where the slot's key is not first_key + pair_expert, and set
+    `named` bool [slots] for the slots of the others; returns how many are not resident then. `keys`
+    int32 [slots]; slots of resident pairs are in range.
     """
     absent = 0
     for p in range(resident.shape[0]):
@@ -307,8 +330,9 @@ def warm() -> None:
     add_gated(np.zeros((1, 2), np.float32), index, np.ones(1, np.float32), rows)
     flags, zeros = np.ones(1, np.bool_), np.zeros(1)
     gates = np.ones(1, np.float32)
-    scale_rows(rows, index, gates, zeros, flags, np.empty((1, 2), np.float32))
-    count_unsound(index, index, index, gates, index, index, 1, 1, 1)
+    scale_rows(rows, index, gates, np.empty((1, 2), np.float32))
+    count_by_slot(index)
+    count_unsound(index, index, index, gates, index, index, 1, 1)
     count_absent(flags, flags.copy(), index, index, index, 0)
     add_work(np.zeros(1, np.int64), zeros, 0, index, np.ones(1, np.int64), zeros.copy())
     bits = np.zeros(1, np.uint32)

@@ -58,6 +58,8 @@ def _sound(call: SubCall, model: ServedModel) -> bool:
     num_pairs = len(call.pair_row)
     if call.pair_tag.shape != (num_pairs,) or call.pair_tag.dtype != np.int64:
         return False
+    if call.row_id.shape != (len(call.rows),):
+        return False
     try:
         unsound = count_unsound(
             call.row_id,
@@ -66,7 +68,6 @@ def _sound(call: SubCall, model: ServedModel) -> bool:
             call.pair_gate,
             call.pair_k,
             call.pair_expert,
-            len(call.rows),
             model.num_experts,
             model.top_k,
         )

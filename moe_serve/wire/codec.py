@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -67,6 +67,10 @@ _BLOCKS: Final = (
 )
 """Arrays of the index block, in order."""
 _CAUSES: Final = tuple(Cause)
+_INFINITE: Final = float("inf")
+_INT32: Final = np.dtype(np.int32)
+_INT64: Final = np.dtype(np.int64)
+_UINT8: Final = np.dtype(np.uint8)
 _DTYPE_OF: Final = MappingProxyType({dtype.numpy: dtype for dtype in DType})
 _DTYPE_OF_CODE: Final = MappingProxyType({int(dtype): dtype for dtype in DType})
 
@@ -83,10 +87,9 @@ def encode_forward(call: SubCall) -> list[Buffer]:
     if rows.ndim != 2 or rows.dtype != call.dtype.numpy:
         raise invalid(
             "rows",
-            f"must be [rows, hidden] of {call.dtype.numpy} "
-            f"(got {rows.shape} {rows.dtype})",
+            f"must be [rows, hidden] of {call.dtype.numpy} (got {rows.shape} {rows.dtype})",
         )
-    blocks = (
+    blocks: tuple[Any, ...] = (
         call.pair_tag,
         call.pair_gate,
         call.pair_row,
@@ -123,7 +126,7 @@ def encode_forward(call: SubCall) -> list[Buffer]:
     )
     prefix = pack_prefix(Kind.FORWARD, call.call_id, call.sub_id)
     try:
-        index = b"".join(blocks)
+        index = b"".join(blocks)  # arrays are buffers
     except (BufferError, TypeError, ValueError):  # not contiguous
         index = b"".join([raw(array) for array in blocks])
     return [prefix + header + name_bytes, index, raw(rows)]
@@ -183,19 +186,23 @@ def _decode_forward(frames: Frames, call_id: int, sub_id: int) -> SubCall:
     request_key, incarnation, term, epoch, timeout_s, layer, phase, cause = values[:8]
     dtype, (name_bytes, hidden, num_rows, num_pairs) = _dtype(values[8]), values[9:]
     check_timeout(timeout_s)
-    check_count("phase", phase, NUM_PHASES - 1)
-    check_count("cause", cause, len(Cause) - 1)
-    check_count("hidden", hidden, HIDDEN_MAX)
-    check_count("rows", num_rows, ROWS_MAX)
-    check_count("pairs", num_pairs, PAIRS_MAX)
+    # The header's counts have no sign, so only their upper limits can be passed.
+    if phase >= NUM_PHASES or cause >= len(_CAUSES) or hidden > HIDDEN_MAX:
+        check_count("phase", phase, NUM_PHASES - 1)
+        check_count("cause", cause, len(_CAUSES) - 1)
+        check_count("hidden", hidden, HIDDEN_MAX)
+    if num_rows > ROWS_MAX or num_pairs > PAIRS_MAX:
+        check_count("rows", num_rows, ROWS_MAX)
+        check_count("pairs", num_pairs, PAIRS_MAX)
     if layer < 0:
         raise invalid("layer", f"must be at least 0 (got {layer})")
     router = read_text(rest, name_bytes, NAME_BYTES_MAX, "router")
     check_bytes(frames[1], num_pairs * _PAIR_BYTES + num_rows * _ROW_BYTES, "index")
     check_bytes(frames[2], num_rows * hidden * dtype.itemsize, "rows")
     # One view of all that has four bytes: its pieces are then slices, not views of their own.
-    words = view(frames[1], np.int32, 8 * num_pairs, 5 * num_pairs + num_rows)
-    pairs = words[: 5 * num_pairs].reshape(5, num_pairs)
+    words = view(frames[1], _INT32, 8 * num_pairs, 5 * num_pairs + num_rows)
+    gate, row, slot, k, expert = words[: 5 * num_pairs].reshape(5, num_pairs)
+    rows = view(frames[2], dtype.numpy, 0, num_rows * hidden)
     return SubCall(
         router=router,
         call_id=call_id,
@@ -209,14 +216,14 @@ def _decode_forward(frames: Frames, call_id: int, sub_id: int) -> SubCall:
         epoch=epoch,
         dtype=dtype,
         timeout_s=timeout_s,
-        rows=view(frames[2], dtype.numpy, 0, num_rows * hidden).reshape(num_rows, hidden),
+        rows=rows.reshape(num_rows, hidden),
         row_id=words[5 * num_pairs :],
-        pair_row=pairs[1],
-        pair_slot=pairs[2],
-        pair_tag=view(frames[1], np.int64, 0, num_pairs),
-        pair_gate=pairs[0].view(np.float32),
-        pair_k=pairs[3],
-        pair_expert=pairs[4],
+        pair_row=row,
+        pair_slot=slot,
+        pair_tag=view(frames[1], _INT64, 0, num_pairs),
+        pair_gate=gate.view(np.float32),
+        pair_k=k,
+        pair_expert=expert,
     )
 
 
@@ -227,12 +234,12 @@ def _decode_reply(frames: Frames, call_id: int, sub_id: int) -> SubReply:
     check_count("hidden", hidden, HIDDEN_MAX)
     check_count("rows", num_rows, ROWS_MAX)
     for name, seconds in (("backlog_s", backlog_s), ("queue_s", queue_s), ("compute_s", compute_s)):
-        if not 0.0 <= seconds < float("inf"):
+        if not 0.0 <= seconds < _INFINITE:
             raise invalid(name, f"must be finite and at least 0 (got {seconds})")
     detail = read_text(rest, detail_bytes, DETAIL_BYTES_MAX, "detail")
     check_bytes(frames[1], num_rows, "row_status")
     check_bytes(frames[2], served * hidden * dtype.itemsize, "partial")
-    status = view(frames[1], np.uint8, 0, num_rows)
+    status = view(frames[1], _UINT8, 0, num_rows)
     # SERVED is 0, so a reply that refuses nothing needs no second look at its rows.
     refused = int(np.count_nonzero(status))
     if refused and int(status.max()) >= len(RowStatus):

@@ -54,9 +54,9 @@ class WireServer:
     """A bound ROUTER socket and its thread.
 
     `handler` gets every decoded message with a way to answer it; `burst_ended` is called after all
-    that had come was handed over, so that work may be begun once for several messages. `host` is an IP address to bind,
-    `port` 0 lets the system choose. With `security` only admitted CURVE clients connect. `bind()`
-    binds, so that `address` is known; `start()` begins to serve.
+    that had come was handed over, so that work may be begun once for several messages. `host` is an
+    IP address to bind, `port` 0 lets the system choose. With `security` only admitted CURVE clients
+    connect. `bind()` binds, so that `address` is known; `start()` begins to serve.
 
     Raises StartRefused from `bind` where the address cannot be bound, or is not loopback and there
     is no `security`: the wire knows no other authentication.
