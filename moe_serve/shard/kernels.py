@@ -183,10 +183,13 @@ def scale_rows(rows: _Array, pair_row: _Array, gates: _Array, out: _Array) -> No
 
 @njit([_SLOT_COUNTS(_INDEX_IN)], cache=True, nogil=True)
 def count_by_slot(pair_slot: _Array) -> tuple[_Array, _Array]:
-    """Slots that occur in pair_slot [P], ascending int32 [G], and how often, int64 [G]."""
-    most = -1
+    """Slots that occur in pair_slot [P], ascending int32 [G], and how often, int64 [G]; none where
+    one is negative."""
+    least, most = 0, -1
     for p in range(pair_slot.shape[0]):
-        most = max(most, pair_slot[p])
+        least, most = min(least, pair_slot[p]), max(most, pair_slot[p])
+    if least < 0:
+        return np.empty(0, np.int32), np.empty(0, np.int64)
     counts = np.zeros(most + 1, np.int64)
     num_used = 0
     for p in range(pair_slot.shape[0]):

@@ -13,6 +13,7 @@ one [b].
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -163,9 +164,9 @@ class BacklogEstimate:
             self._seconds_a_pair = cost if old == 0.0 else old + self._WEIGHT * (cost - old)
 
     def batch_s(self, pairs: int) -> float:
-        """Seconds that a batch of about so many pairs takes when nothing disturbs it; 0 where none
-        was computed yet."""
-        return self._batch_s.get(pairs.bit_length(), 0.0)
+        """Seconds that a batch of about so many pairs takes when nothing disturbs it; infinite
+        where none was computed yet."""
+        return self._batch_s.get(pairs.bit_length(), math.inf)
 
     def seconds(self, waiting_pairs: int, at_s: float) -> float:
         """Estimated seconds until everything that waits now is done."""

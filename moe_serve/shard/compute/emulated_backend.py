@@ -103,6 +103,7 @@ class EmulatedBackend:
         """
         check_forward(self._spec.hidden_size, rows, pair_row, (pair_slot, pair_gate), out)
         slots, pairs = count_by_slot(pair_slot)
+        assert slots.size or not pair_slot.size, f"pair_slot {int(pair_slot.min())}"
         check_loaded(slots, self._buffers)
         scale_rows(rows, pair_row, pair_gate, out)
         seconds = self._seconds(pairs)
