@@ -572,7 +572,14 @@ def test_nothing_is_computed_beside_a_running_batch(rig: Rig) -> None:
 
 def test_what_comes_while_the_receiver_computes_is_the_compute_threads(rig: Rig) -> None:
     learn(rig, 1)
-    rig.block()
+    begun: list[int] = []
+
+    def wait(pairs: int) -> None:
+        begun.append(pairs)
+        rig.began.set()
+        rig.free.wait(10)
+
+    rig.backend.on_forward = wait
     first = enqueue(rig, rig.call(1, [0], call_id=1))
     receiver = threading.Thread(target=rig.core.serve_waiting)
     receiver.start()
@@ -580,6 +587,8 @@ def test_what_comes_while_the_receiver_computes_is_the_compute_threads(rig: Rig)
     assert rig.core.busy
     second = rig.submit(rig.call(1, [0], call_id=2))
     probe = rig.core.probe()
+    time.sleep(0.05)
+    assert begun == [1], "one at a time computes"
     assert not second.there
     rig.free.set()
     assert len(first.get().partial) == len(second.get().partial) == 1
