@@ -112,9 +112,7 @@ def _windows(
 class Traffic:
     """Demand that stays: the same popularity in every window, noise anew in every quarter."""
 
-    def __init__(
-        self, spec: MoeSpec, tokens: int, skew: float, noise: float, seed: int
-    ) -> None:
+    def __init__(self, spec: MoeSpec, tokens: int, skew: float, noise: float, seed: int) -> None:
         self._random = np.random.default_rng(seed)
         self._noise = noise
         shape = (spec.num_layers, spec.num_experts)

@@ -8,10 +8,11 @@ routers reach shards through ShardChannel (ZeroMQ behind). No part imports anoth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +55,16 @@ class DType(IntEnum):
     @property
     def numpy(self) -> np.dtype[Any]:
         """dtype of the raw array: float32, float16, or uint16 for BFLOAT16."""
-        return np.dtype({1: np.float32, 2: np.uint16, 3: np.float16}[int(self)])
+        return _NUMPY[self]
+
+
+_NUMPY: Final[Mapping[DType, np.dtype[Any]]] = MappingProxyType(
+    {
+        DType.FLOAT32: np.dtype(np.float32),
+        DType.BFLOAT16: np.dtype(np.uint16),
+        DType.FLOAT16: np.dtype(np.float16),
+    }
+)
 
 
 class RowStatus(IntEnum):

@@ -29,7 +29,13 @@ Rows = npt.NDArray[Any]
 
 
 def gather_rows(rows: Rows, row_id: npt.NDArray[np.int32]) -> Rows:
-    """Copy of rows[row_id], raw [R, H] in the dtype of `rows`; values are never converted."""
+    """rows[row_id], raw [R, H] in the dtype of `rows`; values are never converted.
+
+    `row_id` strictly ascends, so that as many as there are rows are all of them: those are not
+    copied.
+    """
+    if row_id.shape[0] == rows.shape[0]:
+        return rows
     word = np.dtype(np.uint32 if rows.dtype.itemsize == 4 else np.uint16)
     out = np.empty((row_id.shape[0], rows.shape[1]), word)
     gather_words(frozen(rows).view(word), frozen(row_id), out)

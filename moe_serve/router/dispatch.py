@@ -414,7 +414,7 @@ class RouterCore:
     async def _sub_call(self, flight: Flight, dispatch: Dispatch) -> SubCall:
         request, part = flight.request, dispatch.part
         size = part.row_id.shape[0] * request.hidden.shape[1] * request.hidden.itemsize
-        rows = await self._offload(size, lambda: gather_rows(request.hidden, part.row_id))
+        rows = await self._offload(size, partial(gather_rows, request.hidden, part.row_id))
         return sub_call_of(flight, dispatch, self.settings.router, rows)
 
     # ------------------------------------------------------------------------------- inside

@@ -109,9 +109,12 @@ def well_formed(reply: SubReply, sub_call: SubCall) -> bool:
     fault.
     """
     status, partial = reply.row_status, reply.partial
-    if status.shape != sub_call.row_id.shape or bool(np.any(status > 2)):
+    if status.shape != sub_call.row_id.shape:
         return False
-    served = int(np.count_nonzero(status == 0))
+    refused = int(np.count_nonzero(status))
+    if refused and int(status.max()) > 2:
+        return False
+    served = len(status) - refused
     return (
         reply.sub_id == sub_call.sub_id
         and partial.shape == (served, sub_call.rows.shape[1])

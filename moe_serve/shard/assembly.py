@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from moe_serve.errors import DeadlineExceeded, Unavailable
 from moe_serve.ports import ShardAnswer, ShardCommand, ShardInfo, ShardReport
@@ -24,6 +25,7 @@ from moe_serve.shard.served_model import CheckpointSource, ExpertSource, ServedM
 from moe_serve.shard.server import ShardServer
 from moe_serve.shard.settings import ShardSettings
 from moe_serve.shard.slot_pool import SlotPool
+from moe_serve.shard.work_queue import QueueLimits
 from moe_serve.weights.checkpoint import Checkpoint
 from moe_serve.weights.manifest_cache import load_or_build
 from moe_serve.wire.copy_client import CopyClient
@@ -68,7 +70,7 @@ class Shard:
             model,
             self._slots,
             backend,
-            limits=settings.queue,
+            limits=_queue_limits(settings),
             ledger_rows_max=settings.ledger_rows_max,
             clock=clock,
         )
@@ -80,8 +82,10 @@ class Shard:
             self.core, self.pool, CopySources(experts, self._peers), faults=settings.faults
         )
         self.copies = CopyServer(self.core, self.pool, self._bucket())
+        server = ShardServer(self.core, self.copies)
         self.wire = WireServer(
-            ShardServer(self.core, self.copies),
+            server,
+            burst_ended=server.burst_ended,
             host=settings.host,
             options=settings.wire,
             security=self._security(),
@@ -207,6 +211,14 @@ class Shard:
         if self._keys is None or client is None:
             return None
         return ServerSecurity(self._keys, frozenset({client.public}))
+
+
+def _queue_limits(settings: ShardSettings) -> QueueLimits:
+    """The queue's limits. An accelerator is driven by the compute thread alone: its library keeps
+    handles and workspaces for each thread that calls it."""
+    if settings.backend == "torch" and settings.device != "cpu":
+        return replace(settings.queue, direct_rows_max=0)
+    return settings.queue
 
 
 def open_shard(settings: ShardSettings) -> Shard:

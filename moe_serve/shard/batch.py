@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -32,6 +33,9 @@ WIRE_TO_SERVING: Final = MappingProxyType[DType, ServingDtype](
 """Name of a wire dtype as `rows` knows it."""
 
 
+_NO_PHASES: Final = np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """A sub-call and what of it is computed. `row_status` uint8 [R]; `pairs` bool [P] or None where
@@ -48,11 +52,12 @@ class Admitted:
         return len(self.row_status) - int(np.count_nonzero(self.row_status))
 
 
-def admit(work: Work, resident: npt.NDArray[np.bool_]) -> Admitted:
-    """Refuse whole every row of which a pair is not resident; `resident` bool [P]."""
+def admit(work: Work, resident: npt.NDArray[np.bool_], num_absent: int) -> Admitted:
+    """Refuse whole every row of which a pair is not resident; `resident` bool [P], of which
+    `num_absent` are not set."""
     call = work.call
     row_status = np.zeros(len(call.rows), np.uint8)
-    if bool(resident.all()):
+    if num_absent == 0:
         return Admitted(work, row_status, None)
     row_status[call.pair_row[~resident]] = RowStatus.STALE
     stale = int(np.flatnonzero(~resident)[0])
@@ -78,30 +83,35 @@ def refuse(work: Work, status: RowStatus, detail: str) -> Admitted:
 
 @dataclass(frozen=True, slots=True)
 class MergedBatch:
-    """Arrays for one forward. `begin` int64 [n + 1]: rows of sub-call i are begin[i] .. begin[i +
-    1]."""
+    """Arrays for one forward. Rows of sub-call i are begin[i] .. begin[i + 1]; `phase` is that of
+    all pairs, -1 where they differ."""
 
     rows: npt.NDArray[np.float32]
-    begin: npt.NDArray[np.int64]
+    begin: tuple[int, ...]
     pair_row: npt.NDArray[np.int32]
     pair_slot: npt.NDArray[np.int32]
     pair_gate: npt.NDArray[np.float32]
     pair_phase: npt.NDArray[np.int32]
+    phase: int
 
 
 def merge(admitted: Sequence[Admitted], hidden_size: int) -> MergedBatch:
-    """Served rows of all sub-calls, widened to float32, with their pairs renumbered. The arrays are
-    new ones."""
-    begin = np.zeros(len(admitted) + 1, np.int64)
-    begin[1:] = np.cumsum([one.num_rows for one in admitted])
-    rows = np.empty((int(begin[-1]), hidden_size), np.float32)
-    parts = [
-        _part(one, int(begin[i]), rows[begin[i] : begin[i + 1]]) for i, one in enumerate(admitted)
-    ]
+    """Served rows of all sub-calls, widened to float32, with their pairs renumbered. Only to be
+    read: where there is nothing to merge they are the sub-call's own arrays."""
+    phases = {one.work.call.phase for one in admitted}
+    phase = phases.pop() if len(phases) == 1 else -1
+    if len(admitted) == 1 and admitted[0].pairs is None:
+        call = admitted[0].work.call
+        rows = to_float32(call.rows, WIRE_TO_SERVING[call.dtype])
+        pairs = call.pair_row, call.pair_slot, call.pair_gate
+        return MergedBatch(rows, (0, len(rows)), *pairs, _NO_PHASES, phase)
+    begin = (0, *accumulate(one.num_rows for one in admitted))
+    rows = np.empty((begin[-1], hidden_size), np.float32)
+    parts = [_part(one, begin[i], rows[begin[i] : begin[i + 1]]) for i, one in enumerate(admitted)]
     pair_row, pair_slot, pair_gate, pair_phase = (
         parts[0] if len(parts) == 1 else tuple(map(np.concatenate, zip(*parts, strict=True)))
     )
-    return MergedBatch(rows, begin, pair_row, pair_slot, pair_gate, pair_phase)
+    return MergedBatch(rows, begin, pair_row, pair_slot, pair_gate, pair_phase, phase)
 
 
 def _part(
@@ -131,24 +141,23 @@ def partial_rows(
     return from_float32(out[begin:end], WIRE_TO_SERVING[call.dtype])
 
 
-def work_by_phase(
-    batch: MergedBatch, work: SlotWork
-) -> tuple[
-    npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.float64]
-]:
-    """Split what a forward executed by phase: (phase, slot, pairs, seconds), each [n].
+def work_by_phase(batch: MergedBatch, work: SlotWork) -> list[tuple[int, SlotWork]]:
+    """Split what a forward executed by phase.
 
     Seconds of a slot are shared out by pairs: prefill and decode rows of one batch read the same
     weights once.
     """
-    if bool((batch.pair_phase == batch.pair_phase[:1]).all()):
-        phases = np.full(len(work.slots), batch.pair_phase[0], np.int32)
-        return phases, work.slots, work.pairs, work.seconds
+    if batch.phase >= 0:
+        return [(batch.phase, work)]
     width = int(work.slots.max(initial=0)) + 1
     index = batch.pair_phase.astype(np.int64) * width + batch.pair_slot
     counts = np.bincount(index, minlength=NUM_PHASES * width).reshape(NUM_PHASES, width)
-    phase, slot = np.nonzero(counts)
-    pairs = counts[phase, slot].astype(np.int64)
     seconds_a_pair = np.zeros(width)
     seconds_a_pair[work.slots] = work.seconds / np.maximum(work.pairs, 1)
-    return phase.astype(np.int32), slot.astype(np.int32), pairs, pairs * seconds_a_pair[slot]
+    parts = []
+    for phase in range(NUM_PHASES):
+        slots = np.flatnonzero(counts[phase])
+        pairs = counts[phase, slots].astype(np.int64)
+        part = SlotWork(slots.astype(np.int32), pairs, pairs * seconds_a_pair[slots])
+        parts.append((phase, part))
+    return parts

@@ -5,8 +5,10 @@ counting what was executed. Must never open a socket, know Ray, or compute a pai
 resident at the moment its batch is taken. Called by the shard's server (sub-calls, tables),
 its commands (slots) and its actor (reports, probes).
 
-Threads: any thread may call any method; one compute thread, started by `start`, takes batches.
-`lock` guards the slots and the queue; it is never held while something is computed, read or sent.
+Threads: any thread may call any method. One at a time takes batches and computes: the compute
+thread, started by `start`, or, where that one is idle and the batch little, the thread that
+received it (`serve_waiting`), which saves two changes of threads. `lock` guards the slots and the
+queue; it is never held while something is computed, read or sent.
 """
 
 from __future__ import annotations
@@ -15,10 +17,9 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,8 @@ from moe_serve.errors import (
 from moe_serve.ports import RowStatus, SubCall, SubReply
 from moe_serve.shard.batch import Admitted, admit, merge, partial_rows, refuse, work_by_phase
 from moe_serve.shard.compute.base import ComputeBackend, SlotWork
-from moe_serve.shard.executed import Hotness, Ledger
+from moe_serve.shard.executed import Counts, Hotness, Ledger
+from moe_serve.shard.kernels import count_absent
 from moe_serve.shard.served_model import ServedModel
 from moe_serve.shard.sub_call_checks import check_sub_call
 from moe_serve.shard.task_queue import TaskQueue
@@ -72,18 +74,19 @@ class ShardCore:
         """Guards `slots` and the queue; notified when work arrives and when pins are dropped."""
         self.hotness = Hotness(f"shard-{slots.rank}", slots.rank, slots.incarnation, model.num_keys)
         self.ledger = Ledger(ledger_rows_max)
-        self._counts: Counter[str] = Counter()
-        self._counts_lock = threading.Lock()
+        self._counts = Counts()
         self.keys: npt.NDArray[np.int32] = np.full(slots.ledger.num_slots, -1, np.int32)
         """Key (layer * num_experts + expert) of each slot's newest fill. Meaningful where the tag
         matches."""
         self.on_answers: Callable[[Sequence[Answer]], None] = lambda _answers: None
         """Takes, under the lock, answers to commands that had waited for pins."""
-        self._queue = WorkQueue(limits or QueueLimits())
+        self._limits = limits or QueueLimits()
+        self._queue = WorkQueue(self._limits)
         self._estimate = BacklogEstimate()
         self._backlog_seq = itertools.count(1)
         self._tasks = TaskQueue(lambda: self._stopping or self.broken)
         self._busy = False
+        self._lent = False
         self._stopping = False
         self._failures_in_a_row = 0
         self._thread = threading.Thread(target=self._run, name="moe-compute", daemon=True)
@@ -113,7 +116,7 @@ class ShardCore:
 
     @property
     def busy(self) -> bool:
-        """Whether the compute thread is working."""
+        """Whether something is being computed."""
         return self._busy
 
     @property
@@ -128,10 +131,16 @@ class ShardCore:
         thread, possibly before this returns: with a SubReply, InvalidArgument, ResourceExhausted or
         Unavailable. Never blocks on compute.
         """
+        self.enqueue(call, num_bytes, reply)
+        with self.lock:
+            self.lock.notify_all()
+
+    def enqueue(self, call: SubCall, num_bytes: int, reply: ReplyTo) -> None:
+        """`submit`, but `serve_waiting` must follow, once for all that was received together."""
         try:
             check_sub_call(call, self.model)
         except InvalidArgument as error:
-            self._count("invalid_sub_calls")
+            self._counts.add("invalid_sub_calls")
             reply(error)
             return
         arrived_s = self.clock()
@@ -140,9 +149,38 @@ class ShardCore:
             why = self._why_not(call, num_bytes)
             if not why:
                 self._queue.put(work)
-                self.lock.notify_all()
         if why:
             reply(self._refusal(work, why))
+
+    def serve_waiting(self) -> None:
+        """Have what waits computed: by the calling thread, before this returns, where little waits
+        and nothing is being computed; else by the compute thread."""
+        with self.lock:
+            if not self._queue.sub_calls:
+                return
+            if not self._may_lend():
+                self.lock.notify_all()
+                return
+            self._busy = self._lent = True
+        try:
+            self._serve_batch()
+        except BaseException:
+            self._failures_in_a_row = COMPUTE_FAILURES_MAX  # as where the compute thread dies
+            self._refuse_waiting("computing has ended")
+            raise
+        finally:
+            with self.lock:
+                self._busy = self._lent = False
+                if self._queue.sub_calls or self._tasks or self._stopping:
+                    self.lock.notify_all()
+
+    def _may_lend(self) -> bool:
+        """Whether the turn is free and what waits is so little that its receiver may compute it."""
+        if self._busy or self._tasks or self._stopping or self._thread.ident is None:
+            return False
+        limits, queue = self._limits, self._queue
+        expected_s = self._estimate.batch_s(queue.pairs)
+        return queue.rows <= limits.direct_rows_max and expected_s <= limits.direct_s_max
 
     def _why_not(self, call: SubCall, num_bytes: int) -> str:
         """Why a sub-call is not queued, "" where it is."""
@@ -198,7 +236,7 @@ class ShardCore:
             self.lock.notify_all()
         return done
 
-    def unpin(self, slots: npt.NDArray[np.int32]) -> None:
+    def unpin(self, slots: npt.NDArray[np.integer[Any]]) -> None:
         """Drop a batch's pins; commands that waited for them are answered."""
         with self.lock:
             self.on_answers(self.slots.ledger.unpin(slots))
@@ -247,20 +285,14 @@ class ShardCore:
         batches, memory_errors, compute_failures (each from its first on), executed_pairs,
         compute_s, ledger_dropped_pairs; and what waits now: queued_rows, queued_bytes.
         """
-        with self._counts_lock:
-            counts = {name: float(value) for name, value in self._counts.items()}
         return {
-            **counts,
+            **self._counts.all(),
             "executed_pairs": float(self.hotness.total_pairs),
             "compute_s": self.hotness.total_s,
             "ledger_dropped_pairs": float(self.ledger.dropped_pairs),
             "queued_rows": float(self._queue.rows),
             "queued_bytes": float(self._queue.num_bytes),
         }
-
-    def _count(self, name: str, by: int = 1) -> None:
-        with self._counts_lock:
-            self._counts[name] += by
 
     # --------------------------------------------------------------------------- compute thread
     def _run(self) -> None:
@@ -281,8 +313,8 @@ class ShardCore:
     def _wait_for_work(self) -> bool:
         """Whether there is some; False where the shard stops."""
         with self.lock:
-            while not (self._queue.sub_calls or self._tasks or self._stopping):
-                self._busy = False
+            while self._lent or not (self._queue.sub_calls or self._tasks or self._stopping):
+                self._busy = self._lent
                 self.lock.wait()
             self._busy = not self._stopping
             return self._busy
@@ -291,8 +323,11 @@ class ShardCore:
         with self.lock:
             works = self._queue.take()
             now_s = self.clock()
-            admitted = [self._admit(work, now_s) for work in works]
-            pinned = self._pin(admitted)
+            named = np.zeros(len(self.keys), np.bool_)
+            admitted = [self._admit(work, now_s, named) for work in works]
+            # Also slots of refused rows: it is their pairs that are resident.
+            pinned = np.flatnonzero(named)
+            self.slots.ledger.pin(pinned)
         if not admitted:
             return
         try:
@@ -306,8 +341,9 @@ class ShardCore:
         for one, answer in zip(admitted, answers, strict=True):
             one.work.reply(answer)
 
-    def _admit(self, work: Work, now_s: float) -> Admitted:
-        """The fence: under the lock, at the moment the batch is taken."""
+    def _admit(self, work: Work, now_s: float, named: npt.NDArray[np.bool_]) -> Admitted:
+        """The fence: under the lock, at the moment the batch is taken. Sets `named` [slots] for the
+        slots of pairs that are resident."""
         call = work.call
         if now_s >= work.deadline_s:
             late_s = now_s - work.deadline_s
@@ -323,20 +359,11 @@ class ShardCore:
         resident = self.slots.ledger.served(call.pair_slot, call.pair_tag)
         # The tag alone proves the fill; a pair that takes it for another expert comes from a broken
         # router and must not be counted or combined as what it is not.
-        at = np.where(resident, call.pair_slot, 0)
-        key = call.layer * self.model.num_experts + call.pair_expert
-        if len(self.keys):
-            resident &= self.keys[at] == key
-        return admit(work, resident)
-
-    def _pin(self, admitted: Sequence[Admitted]) -> npt.NDArray[np.int32]:
-        named = np.zeros(len(self.keys), np.bool_)
-        for one in admitted:
-            slots = one.work.call.pair_slot
-            named[slots if one.pairs is None else slots[one.pairs]] = True
-        pinned = np.flatnonzero(named).astype(np.int32)
-        self.slots.ledger.pin(pinned)
-        return pinned
+        first_key = call.layer * self.model.num_experts
+        absent = count_absent(
+            resident, named, self.keys, call.pair_slot, call.pair_expert, first_key
+        )
+        return admit(work, resident, absent)
 
     def _forward(
         self, admitted: Sequence[Admitted], now_s: float
@@ -346,7 +373,7 @@ class ShardCore:
         try:
             answers: list[SubReply | MoeServeError] = [*self._forward_once(admitted, now_s)]
         except MemoryError:
-            self._count("memory_errors")
+            self._counts.add("memory_errors")
             if len(admitted) > 1:
                 return [answer for one in admitted for answer in self._forward([one], now_s)]
             problem = f"no memory for {len(admitted[0].work.call.rows)} rows; send fewer at once"
@@ -355,7 +382,7 @@ class ShardCore:
             # A fault of ours or of the device. Others may be served, so one batch does not end the
             # shard; several in a row do.
             self._failures_in_a_row += 1
-            self._count("compute_failures")
+            self._counts.add("compute_failures")
             _log.exception("rank %d: a batch failed", self.slots.rank)
             return [Unavailable(f"compute failed: {type(error).__name__}")] * len(admitted)
         self._failures_in_a_row = 0
@@ -364,7 +391,7 @@ class ShardCore:
     def _forward_once(self, admitted: Sequence[Admitted], now_s: float) -> list[SubReply]:
         batch = merge(admitted, self.model.expert.hidden_size)
         num_pairs = len(batch.pair_row)
-        out = np.empty_like(batch.rows)
+        out = np.empty(batch.rows.shape, np.float32)
         began_s = self.clock()
         work: SlotWork | None = None
         if num_pairs:
@@ -379,28 +406,21 @@ class ShardCore:
         entries = [self.ledger.entry(o.work.call, o.pairs) for o in admitted if o.num_rows]
         replies = []
         for i, one in enumerate(admitted):
-            partial = partial_rows(one.work.call, out, int(batch.begin[i]), int(batch.begin[i + 1]))
+            partial = partial_rows(one.work.call, out, batch.begin[i], batch.begin[i + 1])
             replies.append(self._reply(one, partial, now_s, ended_s - began_s))
         # Everything large is allocated by now. Where memory was too short for it, the batch is
         # computed again, so nothing of it may have been counted.
         if work is not None:
-            phase, slot, pairs, seconds = work_by_phase(batch, work)
-            self.hotness.add(phase, self.keys[slot], pairs, seconds)
+            for phase, part in work_by_phase(batch, work):
+                self.hotness.add(phase, self.keys[part.slots], part.pairs, part.seconds)
         for entry in entries:
             self.ledger.add(entry)
         for one in admitted:
-            self._count_rows(one)
-        self._count("batches")
+            self._counts.add_rows(one.row_status)
+        self._counts.add("batches")
         return replies
 
     # ---------------------------------------------------------------------------------- replies
-    def _count_rows(self, one: Admitted) -> None:
-        served, stale, refused = np.bincount(one.row_status, minlength=len(RowStatus)).tolist()
-        with self._counts_lock:
-            self._counts["rows_served"] += served
-            self._counts["rows_stale"] += stale
-            self._counts["rows_refused"] += refused
-
     def _reply(
         self, one: Admitted, partial: npt.NDArray[np.generic], now_s: float, compute_s: float
     ) -> SubReply:
@@ -426,5 +446,5 @@ class ShardCore:
         call = work.call
         nothing = np.zeros((0, self.model.expert.hidden_size), call.dtype.numpy)
         refused = refuse(work, RowStatus.REFUSED, detail)
-        self._count_rows(refused)
+        self._counts.add_rows(refused.row_status)
         return self._reply(refused, nothing, self.clock(), 0.0)

@@ -11,19 +11,49 @@ under key (0 * 2 + 1) * 8 + 5 = 13.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.ports import Cause, SubCall
+from moe_serve.ports import Cause, RowStatus, SubCall
+from moe_serve.shard.kernels import add_work
 from placement.load import HotnessReport
 from placement.topology import NUM_PHASES
 
 REPORTS_MAX = 64
 """Reports kept for a controller that does not acknowledge; beyond, counts gather in the one being
 counted and none is lost."""
+
+
+class Counts:
+    """Totals since start, by name. Safe to call from several threads."""
+
+    def __init__(self) -> None:
+        self._totals: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, by: int = 1) -> None:
+        """Count."""
+        with self._lock:
+            self._totals[name] += by
+
+    def add_rows(self, row_status: npt.NDArray[np.uint8]) -> None:
+        """Count the rows of an answered sub-call, uint8 [R], by what became of them."""
+        stale, refused = 0, 0
+        if row_status.any():
+            stale = int(np.count_nonzero(row_status == RowStatus.STALE))
+            refused = int(np.count_nonzero(row_status == RowStatus.REFUSED))
+        with self._lock:
+            self._totals["rows_served"] += len(row_status) - stale - refused
+            self._totals["rows_stale"] += stale
+            self._totals["rows_refused"] += refused
+
+    def all(self) -> dict[str, float]:
+        """Everything counted so far; a name is there from the first time on."""
+        with self._lock:
+            return {name: float(total) for name, total in self._totals.items()}
 
 
 class Hotness:
@@ -44,17 +74,15 @@ class Hotness:
 
     def add(
         self,
-        phase: npt.NDArray[np.int32] | int,
+        phase: int,
         key: npt.NDArray[np.int32],
         pairs: npt.NDArray[np.int64],
         seconds: npt.NDArray[np.float64],
     ) -> None:
-        """Count: key int32 [n] in [0, layers * experts), each of them `pairs` pairs and `seconds`
-        of compute."""
-        index = np.asarray(phase, np.int64) * self._num_keys + key
+        """Count in one phase: key int32 [n] in [0, layers * experts), each of them `pairs` pairs
+        and `seconds` of compute."""
         with self._lock:
-            np.add.at(self._pairs, index, pairs)
-            np.add.at(self._seconds, index, seconds)
+            add_work(self._pairs, self._seconds, phase * self._num_keys, key, pairs, seconds)
             self.total_pairs += int(pairs.sum())
             self.total_s += float(seconds.sum())
 

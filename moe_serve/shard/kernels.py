@@ -1,7 +1,8 @@
-"""Compiled loops of a shard: order pairs by slot, gather, multiply, SiLU, gated add, bfloat16.
+"""Compiled loops of a shard: check and admit pairs, order them by slot, gather, multiply, SiLU,
+gated add, count, bfloat16.
 
-Responsible for arithmetic on arrays that its callers have checked. Must never allocate a result,
-keep state or decide anything. Called by `moe_serve.shard.compute` and `moe_serve.shard.rows`; each
+Responsible for arithmetic on arrays; all but `count_unsound` trust what is in them. Must never keep
+state or decide anything. Called by `moe_serve.shard.compute` and `moe_serve.shard.rows`; each
 kernel has a numpy reference in the tests.
 
 Signatures are explicit: arguments that are only read are declared read-only (wire buffers are), so
@@ -25,6 +26,12 @@ _U16_IN = types.Array(types.uint16, 1, "C", readonly=True)
 _U32_IN = types.Array(types.uint32, 1, "C", readonly=True)
 _ROWS_OUT = types.Array(types.float32, 2, "C")
 _INDEX_OUT = types.Array(types.int32, 1, "C")
+_BOOL_OUT = types.Array(types.boolean, 1, "C")
+_F64_IN = types.Array(types.float64, 1, "C", readonly=True)
+_F64_OUT = types.Array(types.float64, 1, "C")
+_I64_IN = types.Array(types.int64, 1, "C", readonly=True)
+_I64_OUT = types.Array(types.int64, 1, "C")
+_SLOT_COUNTS = types.Tuple([_INDEX_OUT, _I64_OUT])  # type: ignore[no-untyped-call]
 
 
 @njit([types.int64(_INDEX_IN, _INDEX_OUT, _INDEX_OUT, _INDEX_OUT)], cache=True, nogil=True)
@@ -150,6 +157,148 @@ def add_gated(out: _Array, index: _Array, gates: _Array, parts: _Array) -> None:
             out[r, j] += gate * parts[i, j]
 
 
+@njit(
+    [types.void(_ROWS_IN, _INDEX_IN, _GATES_IN, _ROWS_OUT)],
+    cache=True,
+    nogil=True,
+)
+def scale_rows(rows: _Array, pair_row: _Array, gates: _Array, out: _Array) -> None:
+    """out[r] = (sum of the gates of row r's pairs, added in float64) * rows[r], zero where a row
+    has no pair. rows, out [R, H]; pair_row, gates [P].
+    """
+    sums = np.zeros(rows.shape[0], np.float64)
+    named = np.zeros(rows.shape[0], np.bool_)
+    for p in range(pair_row.shape[0]):
+        sums[pair_row[p]] += gates[p]
+        named[pair_row[p]] = True
+    for r in range(rows.shape[0]):
+        gate = np.float32(sums[r])
+        if named[r]:
+            for j in range(rows.shape[1]):
+                out[r, j] = gate * rows[r, j]
+        else:  # also where the row is not finite, and 0 times it is no 0
+            for j in range(rows.shape[1]):
+                out[r, j] = np.float32(0.0)
+
+
+@njit([_SLOT_COUNTS(_INDEX_IN)], cache=True, nogil=True)
+def count_by_slot(pair_slot: _Array) -> tuple[_Array, _Array]:
+    """Slots that occur in pair_slot [P], ascending int32 [G], and how often, int64 [G]; none where
+    one is negative."""
+    least, most = 0, -1
+    for p in range(pair_slot.shape[0]):
+        least, most = min(least, pair_slot[p]), max(most, pair_slot[p])
+    if least < 0:
+        return np.empty(0, np.int32), np.empty(0, np.int64)
+    counts = np.zeros(most + 1, np.int64)
+    num_used = 0
+    for p in range(pair_slot.shape[0]):
+        num_used += counts[pair_slot[p]] == 0
+        counts[pair_slot[p]] += 1
+    slots = np.empty(num_used, np.int32)
+    pairs = np.empty(num_used, np.int64)
+    at = 0
+    for slot in range(most + 1):
+        if counts[slot] > 0:
+            slots[at] = slot
+            pairs[at] = counts[slot]
+            at += 1
+    return slots, pairs
+
+
+@njit(
+    [types.int64(*[_INDEX_IN] * 3, _GATES_IN, *[_INDEX_IN] * 2, *[types.int64] * 2)],
+    cache=True,
+    nogil=True,
+)
+def count_unsound(
+    row_id: _Array,
+    pair_row: _Array,
+    pair_slot: _Array,
+    gates: _Array,
+    pair_k: _Array,
+    pair_expert: _Array,
+    num_experts: int,
+    top_k: int,
+) -> int:
+    """How much of a sub-call's index block must be refused, 0 where it is sound: lengths that
+    differ, values out of range, gates that are not finite, (row, k) named twice. Told apart in
+    `sub_call_checks`.
+    """
+    num_rows, num_pairs = row_id.shape[0], pair_row.shape[0]
+    if num_pairs > num_rows * top_k:
+        return 1
+    if (
+        pair_slot.shape[0] != num_pairs
+        or gates.shape[0] != num_pairs
+        or pair_k.shape[0] != num_pairs
+        or pair_expert.shape[0] != num_pairs
+    ):
+        return 1
+    seen = np.zeros(num_rows * top_k, np.bool_)
+    unsound = 0
+    for r in range(num_rows):
+        unsound += row_id[r] < 0 or row_id[r] == 2147483647
+    for p in range(num_pairs):
+        row, k, expert, slot = pair_row[p], pair_k[p], pair_expert[p], pair_slot[p]
+        if row < 0 or row >= num_rows or k < 0 or k >= top_k:
+            unsound += 1
+            continue
+        at = row * top_k + k
+        unsound += seen[at] or expert < 0 or expert >= num_experts
+        unsound += slot < 0 or slot == 2147483647 or not np.isfinite(gates[p])
+        seen[at] = True
+    return unsound
+
+
+@njit(
+    [types.int64(_BOOL_OUT, _BOOL_OUT, _INDEX_IN, _INDEX_IN, _INDEX_IN, types.int64)],
+    cache=True,
+    nogil=True,
+)
+def count_absent(
+    resident: _Array,
+    named: _Array,
+    keys: _Array,
+    pair_slot: _Array,
+    pair_expert: _Array,
+    first_key: int,
+) -> int:
+    """Clear `resident` bool [P] where the slot's key is not first_key + pair_expert, and set
+    `named` bool [slots] for the slots of the others; returns how many are not resident then. `keys`
+    int32 [slots]; slots of resident pairs are in range.
+    """
+    absent = 0
+    for p in range(resident.shape[0]):
+        if resident[p] and keys[pair_slot[p]] != first_key + pair_expert[p]:
+            resident[p] = False
+        if resident[p]:
+            named[pair_slot[p]] = True
+        else:
+            absent += 1
+    return absent
+
+
+@njit(
+    [types.void(_I64_OUT, _F64_OUT, types.int64, _INDEX_IN, _I64_IN, _F64_IN)],
+    cache=True,
+    nogil=True,
+)
+def add_work(
+    pairs: _Array,
+    seconds: _Array,
+    first_key: int,
+    key: _Array,
+    new_pairs: _Array,
+    new_seconds: _Array,
+) -> None:
+    """pairs[first_key + key[i]] += new_pairs[i], and the same for seconds; a key may occur more
+    than once."""
+    for i in range(key.shape[0]):
+        pairs[first_key + key[i]] += new_pairs[i]
+        seconds[first_key + key[i]] += new_seconds[i]
+
+
 @njit([types.void(_U16_IN, types.Array(types.uint32, 1, "C"))], cache=True, nogil=True)
 def widen_bfloat16(raw: _Array, out: _Array) -> None:
     """Bits of float32 from bits of bfloat16, element by element; exact."""
@@ -182,6 +331,13 @@ def warm() -> None:
     skinny_matmul(rows, np.ones((2, 2), np.float32), np.empty((1, 2), np.float32))
     silu_mul(rows, np.empty((1, 1), np.float32))
     add_gated(np.zeros((1, 2), np.float32), index, np.ones(1, np.float32), rows)
+    flags, zeros = np.ones(1, np.bool_), np.zeros(1)
+    gates = np.ones(1, np.float32)
+    scale_rows(rows, index, gates, np.empty((1, 2), np.float32))
+    count_by_slot(index)
+    count_unsound(index, index, index, gates, index, index, 1, 1)
+    count_absent(flags, flags.copy(), index, index, index, 0)
+    add_work(np.zeros(1, np.int64), zeros, 0, index, np.ones(1, np.int64), zeros.copy())
     bits = np.zeros(1, np.uint32)
     narrow_bfloat16(bits, np.zeros(1, np.uint16))
     widen_bfloat16(np.zeros(1, np.uint16), bits)

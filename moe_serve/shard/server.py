@@ -1,7 +1,8 @@
 """What a shard answers on the wire: sub-calls, tables, copies.
 
-Responsible for handing each message to the part it concerns and its answer back. Must never block:
-it runs on the wire thread. Made by `assembly`; called by `WireServer`.
+Responsible for handing each message to the part it concerns and its answer back. It runs on the
+wire thread and must never block; that thread only computes as little as `ShardCore.serve_waiting`
+allows. Made by `assembly`; called by `WireServer`.
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ class ShardServer:
                     )
                 )
 
+    def burst_ended(self) -> None:
+        """All that had come was handed over: have it computed, as one batch where it is one
+        layer's."""
+        self._core.serve_waiting()
+
     def _forward(self, call: SubCall, reply: Reply) -> None:
         def answer(result: SubReply | MoeServeError) -> None:
             if isinstance(result, MoeServeError):
@@ -77,4 +83,4 @@ class ShardServer:
             else:
                 reply(result)
 
-        self._core.submit(call, call.rows.nbytes + _PAIR_BYTES * len(call.pair_row), answer)
+        self._core.enqueue(call, call.rows.nbytes + _PAIR_BYTES * len(call.pair_row), answer)

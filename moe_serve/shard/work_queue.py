@@ -13,6 +13,7 @@ one [b].
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,11 @@ class QueueLimits:
     """Sub-calls that may wait, however small."""
     batch_rows_max: int = 8192
     """Rows computed at once; a single larger sub-call is computed alone."""
+    direct_rows_max: int = 128
+    """Most waiting rows that the thread which received them computes itself; 0 = none."""
+    direct_s_max: float = 0.001
+    """Longest estimated time, in seconds, for which that thread may compute: so long it receives
+    nothing."""
 
 
 class WorkQueue:
@@ -133,8 +139,11 @@ class BacklogEstimate:
 
     _WEIGHT = 0.2
     """Weight of the newest batch."""
+    _GROWTH = 1.1
+    """Most by which one batch lengthens what batches of its size are taken to last."""
 
     def __init__(self) -> None:
+        self._batch_s: dict[int, float] = {}
         self._seconds_a_pair = 0.0
         self._running_until_s = 0.0
 
@@ -145,10 +154,19 @@ class BacklogEstimate:
     def ended(self, pairs: int, seconds: float, at_s: float) -> None:
         """The batch is done."""
         self._running_until_s = at_s
+        size = pairs.bit_length()
+        # Shorter counts at once and longer slowly: on a shared processor a batch that was put off
+        # for a while says nothing of what its like costs.
+        self._batch_s[size] = min(seconds, self._GROWTH * self._batch_s.get(size, seconds))
         if pairs:
             cost = seconds / pairs
             old = self._seconds_a_pair
             self._seconds_a_pair = cost if old == 0.0 else old + self._WEIGHT * (cost - old)
+
+    def batch_s(self, pairs: int) -> float:
+        """Seconds that a batch of about so many pairs takes when nothing disturbs it; infinite
+        where none was computed yet."""
+        return self._batch_s.get(pairs.bit_length(), math.inf)
 
     def seconds(self, waiting_pairs: int, at_s: float) -> float:
         """Estimated seconds until everything that waits now is done."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -56,6 +56,21 @@ _REPLY: Final = struct.Struct("<qqqdqddBxHIII")
 hidden, rows, served."""
 _PAIR_BYTES: Final = 28
 _ROW_BYTES: Final = 4
+_BLOCKS: Final = (
+    ("pair_tag", np.dtype(np.int64)),
+    ("pair_gate", np.dtype(np.float32)),
+    ("pair_row", np.dtype(np.int32)),
+    ("pair_slot", np.dtype(np.int32)),
+    ("pair_k", np.dtype(np.int32)),
+    ("pair_expert", np.dtype(np.int32)),
+    ("row_id", np.dtype(np.int32)),
+)
+"""Arrays of the index block, in order."""
+_CAUSES: Final = tuple(Cause)
+_INFINITE: Final = float("inf")
+_INT32: Final = np.dtype(np.int32)
+_INT64: Final = np.dtype(np.int64)
+_UINT8: Final = np.dtype(np.uint8)
 _DTYPE_OF: Final = MappingProxyType({dtype.numpy: dtype for dtype in DType})
 _DTYPE_OF_CODE: Final = MappingProxyType({int(dtype): dtype for dtype in DType})
 
@@ -67,27 +82,26 @@ def encode_forward(call: SubCall) -> list[Buffer]:
     Raises InvalidArgument where arrays disagree in length or dtype, or a value does not fit the
     header.
     """
-    num_rows, num_pairs = len(call.rows), len(call.pair_row)
-    if call.rows.ndim != 2 or call.rows.dtype != call.dtype.numpy:
+    rows, num_pairs = call.rows, len(call.pair_row)
+    num_rows = len(rows)
+    if rows.ndim != 2 or rows.dtype != call.dtype.numpy:
         raise invalid(
             "rows",
-            f"must be [rows, hidden] of {call.dtype.numpy} "
-            f"(got {call.rows.shape} {call.rows.dtype})",
+            f"must be [rows, hidden] of {call.dtype.numpy} (got {rows.shape} {rows.dtype})",
         )
-    blocks = (
-        ("pair_tag", call.pair_tag, np.int64, num_pairs),
-        ("pair_gate", call.pair_gate, np.float32, num_pairs),
-        ("pair_row", call.pair_row, np.int32, num_pairs),
-        ("pair_slot", call.pair_slot, np.int32, num_pairs),
-        ("pair_k", call.pair_k, np.int32, num_pairs),
-        ("pair_expert", call.pair_expert, np.int32, num_pairs),
-        ("row_id", call.row_id, np.int32, num_rows),
+    blocks: tuple[Any, ...] = (
+        call.pair_tag,
+        call.pair_gate,
+        call.pair_row,
+        call.pair_slot,
+        call.pair_k,
+        call.pair_expert,
+        call.row_id,
     )
-    for name, array, dtype, length in blocks:
+    for array, (name, dtype) in zip(blocks, _BLOCKS, strict=True):
+        length = num_rows if array is call.row_id else num_pairs
         if array.dtype != dtype or array.shape != (length,):
-            raise invalid(
-                name, f"must be {dtype.__name__} [{length}] (got {array.dtype} {array.shape})"
-            )
+            raise invalid(name, f"must be {dtype} [{length}] (got {array.dtype} {array.shape})")
     check_count("rows", num_rows, ROWS_MAX)
     check_count("pairs", num_pairs, PAIRS_MAX)
     name_bytes = call.router.encode()
@@ -111,14 +125,18 @@ def encode_forward(call: SubCall) -> list[Buffer]:
         num_pairs,
     )
     prefix = pack_prefix(Kind.FORWARD, call.call_id, call.sub_id)
-    index = b"".join([raw(array) for _, array, _, _ in blocks])
-    return [prefix + header + name_bytes, index, raw(call.rows)]
+    try:
+        index = b"".join(blocks)  # arrays are buffers
+    except (BufferError, TypeError, ValueError):  # not contiguous
+        index = b"".join([raw(array) for array in blocks])
+    return [prefix + header + name_bytes, index, raw(rows)]
 
 
 def encode_reply(reply: SubReply) -> list[Buffer]:
     """Frames of a reply; `partial` is referred to, not copied."""
-    detail = reply.detail.encode()[:DETAIL_BYTES_MAX]
-    detail = detail.decode(errors="ignore").encode()
+    detail = b""
+    if reply.detail:
+        detail = reply.detail.encode()[:DETAIL_BYTES_MAX].decode(errors="ignore").encode()
     served, hidden = reply.partial.shape
     header = pack(
         _REPLY,
@@ -168,19 +186,23 @@ def _decode_forward(frames: Frames, call_id: int, sub_id: int) -> SubCall:
     request_key, incarnation, term, epoch, timeout_s, layer, phase, cause = values[:8]
     dtype, (name_bytes, hidden, num_rows, num_pairs) = _dtype(values[8]), values[9:]
     check_timeout(timeout_s)
-    check_count("phase", phase, NUM_PHASES - 1)
-    check_count("cause", cause, len(Cause) - 1)
-    check_count("hidden", hidden, HIDDEN_MAX)
-    check_count("rows", num_rows, ROWS_MAX)
-    check_count("pairs", num_pairs, PAIRS_MAX)
+    # The header's counts have no sign, so only their upper limits can be passed.
+    if phase >= NUM_PHASES or cause >= len(_CAUSES) or hidden > HIDDEN_MAX:
+        check_count("phase", phase, NUM_PHASES - 1)
+        check_count("cause", cause, len(_CAUSES) - 1)
+        check_count("hidden", hidden, HIDDEN_MAX)
+    if num_rows > ROWS_MAX or num_pairs > PAIRS_MAX:
+        check_count("rows", num_rows, ROWS_MAX)
+        check_count("pairs", num_pairs, PAIRS_MAX)
     if layer < 0:
         raise invalid("layer", f"must be at least 0 (got {layer})")
     router = read_text(rest, name_bytes, NAME_BYTES_MAX, "router")
     check_bytes(frames[1], num_pairs * _PAIR_BYTES + num_rows * _ROW_BYTES, "index")
     check_bytes(frames[2], num_rows * hidden * dtype.itemsize, "rows")
     # One view of all that has four bytes: its pieces are then slices, not views of their own.
-    words = view(frames[1], np.int32, 8 * num_pairs, 5 * num_pairs + num_rows)
-    pairs = words[: 5 * num_pairs].reshape(5, num_pairs)
+    words = view(frames[1], _INT32, 8 * num_pairs, 5 * num_pairs + num_rows)
+    gate, row, slot, k, expert = words[: 5 * num_pairs].reshape(5, num_pairs)
+    rows = view(frames[2], dtype.numpy, 0, num_rows * hidden)
     return SubCall(
         router=router,
         call_id=call_id,
@@ -188,20 +210,20 @@ def _decode_forward(frames: Frames, call_id: int, sub_id: int) -> SubCall:
         request_key=request_key,
         layer=layer,
         phase=phase,
-        cause=Cause(cause),
+        cause=_CAUSES[cause],
         incarnation=incarnation,
         term=term,
         epoch=epoch,
         dtype=dtype,
         timeout_s=timeout_s,
-        rows=view(frames[2], dtype.numpy, 0, num_rows * hidden).reshape(num_rows, hidden),
+        rows=rows.reshape(num_rows, hidden),
         row_id=words[5 * num_pairs :],
-        pair_row=pairs[1],
-        pair_slot=pairs[2],
-        pair_tag=view(frames[1], np.int64, 0, num_pairs),
-        pair_gate=pairs[0].view(np.float32),
-        pair_k=pairs[3],
-        pair_expert=pairs[4],
+        pair_row=row,
+        pair_slot=slot,
+        pair_tag=view(frames[1], _INT64, 0, num_pairs),
+        pair_gate=gate.view(np.float32),
+        pair_k=k,
+        pair_expert=expert,
     )
 
 
@@ -212,12 +234,12 @@ def _decode_reply(frames: Frames, call_id: int, sub_id: int) -> SubReply:
     check_count("hidden", hidden, HIDDEN_MAX)
     check_count("rows", num_rows, ROWS_MAX)
     for name, seconds in (("backlog_s", backlog_s), ("queue_s", queue_s), ("compute_s", compute_s)):
-        if not 0.0 <= seconds < float("inf"):
+        if not 0.0 <= seconds < _INFINITE:
             raise invalid(name, f"must be finite and at least 0 (got {seconds})")
     detail = read_text(rest, detail_bytes, DETAIL_BYTES_MAX, "detail")
     check_bytes(frames[1], num_rows, "row_status")
     check_bytes(frames[2], served * hidden * dtype.itemsize, "partial")
-    status = view(frames[1], np.uint8, 0, num_rows)
+    status = view(frames[1], _UINT8, 0, num_rows)
     # SERVED is 0, so a reply that refuses nothing needs no second look at its rows.
     refused = int(np.count_nonzero(status))
     if refused and int(status.max()) >= len(RowStatus):

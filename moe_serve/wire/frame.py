@@ -92,7 +92,7 @@ def invalid(field: str, problem: str) -> InvalidArgument:
 
 def message_bytes(frames: Frames) -> int:
     """Bytes of all frames together."""
-    return sum(_len(frame) for frame in frames)
+    return sum(map(_len, frames))
 
 
 def check_message_size(frames: Frames, message_bytes_max: int) -> None:
@@ -169,6 +169,8 @@ def read_text(data: memoryview, num_bytes: int, limit: int, field: str) -> str:
         raise invalid(field, f"must have at most {limit} bytes (declared {num_bytes})")
     if len(data) != num_bytes:
         raise invalid(field, f"declared {num_bytes} bytes, received {len(data)}")
+    if not num_bytes:
+        return ""
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError as error:
@@ -202,10 +204,12 @@ def view(frame: Buffer, dtype: npt.DTypeLike, offset: int, count: int) -> npt.ND
     ZeroMQ hands out small frames as pieces of its receive buffer, at any address; those few bytes
     are copied.
     """
-    array: npt.NDArray[Any] = np.frombuffer(frame, dtype=dtype, count=count, offset=offset)
-    if not array.flags.aligned:
+    array: npt.NDArray[Any] = np.frombuffer(frame, dtype, count, offset)
+    flags = array.flags
+    if not flags.aligned:
         array = array.copy()
-    array.setflags(write=False)
+        flags = array.flags
+    flags.writeable = False
     return array
 
 

@@ -9,6 +9,7 @@ asked that names them; `decision` says whether its moves start.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from placement.engine.decision import decide, layers_in_words
@@ -57,14 +58,21 @@ def window_closed(turn: Turn, event: WindowClosed) -> None:
         return
     balance = expected_balance(turn)
     shift = shift_seen(turn)
-    kept = np.zeros(turn.spec.num_layers, np.bool_)
-    if state.candidate is not None:
-        kept[list(state.candidate.layers)] = True
-    state.gate = watch(state.gate, balance, kept, terms)
-    if not (kept & state.gate.watched).any():
-        state.candidate = None
+    _watch(turn, balance)
     layers = due(state.gate, balance, shift.layers, turn.at_s, terms)
     _decide_window(turn, balance, shift, layers)
+
+
+def _watch(turn: Turn, balance: FloatArray) -> None:
+    """Watch layers, and forget the kept target once none of its layers is watched."""
+    state, kept = turn.state, np.zeros(turn.spec.num_layers, np.bool_)
+    if state.candidate is not None:
+        kept[list(state.candidate.layers)] = True
+    state.gate = watch(state.gate, balance, kept, terms_of(turn.config))
+    if state.candidate is not None and not (kept & state.gate.watched).any():
+        state.candidate = None
+        regret_s = np.where(kept, 0.0, state.gate.regret_s)
+        state.gate = msgspec.structs.replace(state.gate, regret_s=regret_s)
 
 
 def _decide_window(turn: Turn, balance: FloatArray, shift: ShiftSeen, layers: BoolArray) -> None:

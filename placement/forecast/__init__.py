@@ -68,7 +68,7 @@ FRESH_WINDOWS: Final = 2
 """Windows after a shift in which scores count for nothing."""
 SCENARIOS: Final = 12
 """Sub-windows that scenarios are made of, where there are as many."""
-AMPLIFY: Final = 1.3
+AMPLIFY: Final = 1.5
 """Factor on deviations of sub-windows."""
 LEAD_SCALE_MAX: Final = 8.0
 """Most by which an expert's share may differ between prefill and decode."""

@@ -45,7 +45,7 @@ from placement.policy.occupancy import Occupancy
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-GAIN_MIN = 2e-4
+GAIN_MIN = 5e-4
 """Share of a layer's fair seconds that a slot write must save."""
 PATH_MAX = 32
 """Changes that a layer plans at once."""

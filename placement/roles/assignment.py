@@ -92,6 +92,7 @@ class TableIndex:
         self.incarnation = {entry.rank: entry.incarnation for entry in table.ranks}
         self.node = {entry.rank: entry.node for entry in table.ranks}
         self._layers: dict[tuple[int, frozenset[int]], LayerReplicas] = {}
+        self._complete: dict[int, bool] = {}
 
     def layer(self, layer: int, avoid: frozenset[int] = frozenset()) -> LayerReplicas:
         """Replicas of a layer, without those on avoided ranks unless an expert has no other."""
@@ -102,6 +103,15 @@ class TableIndex:
                 del self._layers[next(iter(self._layers))]
             self._layers[layer, avoid] = found
         return found
+
+    def complete(self, layer: int) -> bool:
+        """Whether every expert of the layer has a listed replica."""
+        known = self._complete.get(layer)
+        if known is None:
+            first = layer * self.table.num_experts
+            ptr = self.table.replica_ptr[first : first + self.table.num_experts + 1]
+            known = self._complete[layer] = bool((ptr[1:] > ptr[:-1]).all())
+        return known
 
     def missing(self, layer: int, experts: Int64s) -> list[int]:
         """Those of `experts` that have no listed replica in the layer."""

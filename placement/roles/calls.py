@@ -174,6 +174,13 @@ class Settled:
     reopened: Call | None = None
 
 
+def _positions(rows: Int32s, some: Int32s) -> npt.NDArray[np.int64]:
+    """Index in `rows` of each of `some`; both ascend, and `some` is often all of them."""
+    if some is rows:
+        return np.arange(rows.shape[0])
+    return np.searchsorted(rows, some)
+
+
 class CallBook:
     """All open requests, calls and sub-calls of one router."""
 
@@ -226,7 +233,7 @@ class CallBook:
                 incarnation=incarnation[part.rank],
                 order=order,
                 sent_at_s=at_s,
-                position=np.searchsorted(call.row_id, part.row_id),
+                position=_positions(call.row_id, part.row_id),
                 pair_row=part.pair_row,
                 work_pairs=part.work_pairs,
             )

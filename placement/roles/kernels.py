@@ -1,11 +1,12 @@
-"""Kernel of the router's role: pairs of a batch grouped by rank.
+"""Kernels of the roles: pairs of a batch grouped by rank, and compared with what is in slots.
 
-Responsible for speed only; the rule it follows is told in `assignment`. Called by `assignment`.
+Responsible for speed only; the rules they follow are told in `assignment` and `shard.ledger`, which
+call them.
 """
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+from numba import njit, types
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -59,6 +60,27 @@ def group_by_rank(
             pair_row[at] = row_at[rank] - 1 - row_ptr[rank]
             pair_at[rank] = at + 1
     return pair_ptr, row_ptr, pair_flat, pair_row, rows
+
+
+@njit(
+    [
+        types.void(
+            types.Array(types.int64, 1, "C", readonly=True),
+            types.Array(types.int32, 1, "C", readonly=True),
+            types.Array(types.int64, 1, "C", readonly=True),
+            types.Array(types.boolean, 1, "C"),
+        )
+    ],
+    cache=True,
+    nogil=True,
+)
+def match_tags(tags: Int64s, slot: Int32s, tag: Int64s, out: npt.NDArray[np.bool_]) -> None:
+    """out[p]: whether tag[p] is a tag (not negative) and what `tags` int64 [slots] says of slot[p],
+    which may be out of range. slot int32, tag int64, out bool, all [P].
+    """
+    for p in range(out.shape[0]):
+        inside = slot[p] >= 0 and slot[p] < tags.shape[0] and tag[p] >= 0
+        out[p] = inside and tags[slot[p]] == tag[p]
 
 
 def warm() -> None:

@@ -385,6 +385,9 @@ class RouterRole:
 
     def _count_pairs(self, sub: SubCallState, row_status: Bytes) -> int:
         """Count the pairs of a reply by what became of them; returns those served."""
+        if not row_status.any():
+            self.counters["served_pairs"] += sub.num_pairs
+            return sub.num_pairs
         by_status = np.bincount(row_status[sub.pair_row], minlength=3)
         self.counters["served_pairs"] += int(by_status[0])
         self.counters["stale_pairs"] += int(by_status[int(Ended.STALE)])
@@ -392,6 +395,8 @@ class RouterRole:
         return int(by_status[0])
 
     def _missing(self, index: TableIndex, layer: int, ids: Int32s) -> Failure | None:
+        if index.complete(layer):
+            return None
         missing = index.missing(layer, np.unique(ids).astype(np.int64))
         if not missing:
             return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,11 +169,13 @@ def check_forward(
         assert array.shape == (num_pairs,), f"{name} of shape {array.shape} for {num_pairs} pairs"
         assert array.flags.c_contiguous, f"{name} is C-contiguous"
     if num_pairs:
-        assert int(pair_row.min()) >= 0, f"pair_row {int(pair_row.min())}"
-        assert int(pair_row.max()) < rows.shape[0], f"pair_row {int(pair_row.max())}"
+        # Read as unsigned a negative number is above every limit.
+        assert int(pair_row.view(np.uint32).max()) < rows.shape[0], (
+            f"pair_row {int(pair_row.min())}..{int(pair_row.max())}"
+        )
 
 
-def check_loaded(slots: NDArray[np.int32], loaded: Container[int]) -> None:
+def check_loaded(slots: NDArray[np.integer[Any]], loaded: Container[int]) -> None:
     """Assert that every slot of a batch is loaded, before anything is computed."""
     missing = [slot for slot in slots.tolist() if slot not in loaded]
     assert not missing, f"slots {missing} are not loaded"

@@ -27,17 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.shard.compute.base import ExpertSpec, SlotWork, check_forward, check_loaded
-from moe_serve.shard.compute.order import order_by_slot
-from moe_serve.shard.kernels import warm
+from moe_serve.shard.kernels import count_by_slot, scale_rows, warm
 from placement.topology import DeviceProfile
 
 
 class EmulatedBackend:
     """Declared time, identity experts. See `ComputeBackend` and the module's two rules.
 
-    `profile` declares the device. `sleep` is called once a forward with the seconds it would take
-    (less than what the emulation itself took is not possible and not corrected); give a function
-    that records them to run in virtual time.
+    `profile` declares the device. `sleep` is called once a forward that takes any time, with the
+    seconds it would take (less than what the emulation itself took is not possible and not
+    corrected); give a function that records them to run in virtual time.
 
     Raises:
         ValueError: a rate of the profile is not positive.
@@ -61,6 +60,11 @@ class EmulatedBackend:
         self._spec = spec
         self._profile = profile
         self._sleep = sleep
+        self._takes_time = (
+            profile.overhead_s > 0
+            or spec.flops_per_pair / profile.flops_per_s > 0
+            or spec.canonical_bytes / profile.memory_bytes_per_s > 0
+        )
         self._buffers: dict[int, NDArray[np.uint8]] = {}
 
     @staticmethod
@@ -98,26 +102,24 @@ class EmulatedBackend:
         `ComputeBackend`.
         """
         check_forward(self._spec.hidden_size, rows, pair_row, (pair_slot, pair_gate), out)
-        order = order_by_slot(pair_slot)
-        check_loaded(order.slots, self._buffers)
-        pairs = order.pairs
+        slots, pairs = count_by_slot(pair_slot)
+        assert slots.size or not pair_slot.size, f"pair_slot {int(pair_slot.min())}"
+        check_loaded(slots, self._buffers)
+        scale_rows(rows, pair_row, pair_gate, out)
         seconds = self._seconds(pairs)
-        gate_sum = np.bincount(pair_row, weights=pair_gate, minlength=rows.shape[0])
-        with np.errstate(all="ignore"):  # a row that is not finite is served as it is
-            np.multiply(rows, gate_sum.astype(np.float32)[:, None], out=out)
-        # A row without pairs is zero, even if it is not finite.
-        out[np.bincount(pair_row, minlength=rows.shape[0]) == 0] = 0.0
-        if pairs.size:
-            self._sleep(float(seconds.sum()))
-        return SlotWork(slots=order.slots, pairs=pairs, seconds=seconds)
+        needed_s = float(seconds.sum()) if self._takes_time else 0.0
+        if needed_s > 0.0:
+            # Even a sleep of no time gives the processor away.
+            self._sleep(needed_s)
+        return SlotWork(slots=slots, pairs=pairs, seconds=seconds)
 
     def warm_up(self) -> None:
         """Run the compiled loops once. See `ComputeBackend`."""
         warm()
 
     def _seconds(self, pairs: NDArray[np.int64]) -> NDArray[np.float64]:
-        if not pairs.size:
-            return np.zeros(0)
+        if not pairs.size or not self._takes_time:
+            return np.zeros(pairs.size)
         profile, spec = self._profile, self._spec
         compute_s = pairs * spec.flops_per_pair / profile.flops_per_s
         memory_s = spec.canonical_bytes / profile.memory_bytes_per_s

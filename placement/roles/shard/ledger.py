@@ -8,11 +8,13 @@ copies.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from placement.messages.events import AddAborted, ResidentSlot, SlotReleased
+from placement.roles.kernels import match_tags
 from placement.roles.shard.records import Answer, Slot, SlotPhase
 
 REMEMBERED_STEPS = 65_536
@@ -93,25 +95,29 @@ class SlotLedger:
     ) -> npt.NDArray[np.bool_]:
         """Which pairs name what is resident now: bool [pairs]. To be called when the batch is taken
         from the queue."""
-        inside = (slot >= 0) & (slot < len(self.tags)) & (tag >= 0)
-        if not len(self.tags):
-            return inside
-        found: npt.NDArray[np.bool_] = inside & (self.tags[np.where(inside, slot, 0)] == tag)
+        assert slot.shape == tag.shape, "a pair names a slot and a tag"
+        found = np.empty(slot.shape[0], np.bool_)
+        match_tags(self.tags, np.ascontiguousarray(slot), np.ascontiguousarray(tag), found)
         return found
 
-    def pin(self, slots: npt.NDArray[np.int32]) -> None:
+    def pin(self, slots: npt.NDArray[np.integer[Any]]) -> None:
         """Keep the slots of a batch from being freed or refilled until `unpin`. Each slot once a
         batch."""
+        served = SlotPhase.VERIFIED
         for index in slots.tolist():
-            assert self.slots[index].phase is SlotPhase.VERIFIED, f"slot {index} is not served"
-            self.slots[index].batch_pins += 1
+            slot = self.slots[index]
+            assert slot.phase is served, f"slot {index} is not served"
+            slot.batch_pins += 1
 
-    def unpin(self, slots: npt.NDArray[np.int32]) -> list[Answer]:
+    def unpin(self, slots: npt.NDArray[np.integer[Any]]) -> list[Answer]:
         """The batch's reply is built. Answers that had waited for it."""
+        served = SlotPhase.VERIFIED
         for index in slots.tolist():
-            assert self.slots[index].batch_pins > 0, f"slot {index} is not pinned"
-            self.slots[index].batch_pins -= 1
-            self.try_free(index)
+            slot = self.slots[index]
+            assert slot.batch_pins > 0, f"slot {index} is not pinned"
+            slot.batch_pins -= 1
+            if slot.phase is not served:
+                self.try_free(index)
         return self.take_ready()
 
     def pin_copy(self, slot: int, tag: int) -> bool:

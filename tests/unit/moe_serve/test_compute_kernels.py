@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 
 from moe_serve.shard.compute.batch_tables import batch_tables, row_blocks
 from moe_serve.shard.compute.order import order_by_slot
-from moe_serve.shard.kernels import add_gated, gather_rows, silu_mul, sort_by_key, warm
+from moe_serve.shard.kernels import (
+    add_gated,
+    add_work,
+    count_absent,
+    count_by_slot,
+    count_unsound,
+    gather_rows,
+    scale_rows,
+    silu_mul,
+    sort_by_key,
+    warm,
+)
 
 
 @given(st.lists(st.integers(0, 12), max_size=60))
@@ -128,3 +139,77 @@ def test_combine_table_adds_each_pair_once_with_its_gate(pairs: list[tuple[int, 
         assert original.tolist() == np.flatnonzero(row == r).tolist()
         assert tables.combine.gate[r][real].tolist() == gate[original].tolist()
         assert not tables.combine.gate[r][~real].any()
+
+
+@given(st.lists(st.integers(0, 12), max_size=60))
+def test_count_by_slot_is_numpys_unique(slots: list[int]) -> None:
+    found, pairs = count_by_slot(np.array(slots, np.int32))
+    expected, counts = np.unique(np.array(slots, np.int32), return_counts=True)
+    assert found.tolist() == expected.tolist()
+    assert pairs.tolist() == counts.tolist()
+    assert count_by_slot(np.array([*slots, -1], np.int32))[0].size == 0
+
+
+def test_scale_rows_sums_the_gates_of_a_row_and_clears_rows_without_pairs() -> None:
+    rows = np.array([[1, 2], [np.inf, np.nan], [3, np.inf]], np.float32)
+    out = np.full((3, 2), 7, np.float32)
+    pair_row, gates = np.array([0, 2, 0], np.int32), np.array([0.5, -1, 0.25], np.float32)
+    scale_rows(rows, pair_row, gates, out)
+    assert out.tolist() == [[0.75, 1.5], [0, 0], [-3, -np.inf]]
+
+
+def test_add_work_adds_from_its_first_key_on() -> None:
+    pairs, seconds = np.zeros(6, np.int64), np.zeros(6)
+    key = np.array([2, 0, 2], np.int32)
+    add_work(pairs, seconds, 3, key, np.array([1, 2, 4]), np.array([0.5, 1.0, 2.0]))
+    assert pairs.tolist() == [0, 0, 0, 2, 0, 5]
+    assert seconds.tolist() == [0, 0, 0, 1.0, 0, 2.5]
+
+
+def test_count_absent_clears_pairs_of_other_experts_and_names_the_slots_of_the_rest() -> None:
+    keys = np.array([10, 11, 12, 13], np.int32)
+    slot, expert = np.array([0, 1, 9, 3], np.int32), np.array([0, 2, 0, 3], np.int32)
+    resident, named = np.array([True, True, False, True]), np.zeros(4, np.bool_)
+    assert count_absent(resident, named, keys, slot, expert, 10) == 2
+    assert resident.tolist() == [True, False, False, True]
+    assert named.tolist() == [True, False, False, True]
+
+
+def test_count_unsound_finds_each_fault() -> None:
+    def unsound(**changed: list[float]) -> bool:
+        parts = {
+            "row_id": [4, 9],
+            "row": [0, 0, 1],
+            "slot": [5, 5, 0],
+            "gate": [1, -1, 0],
+            "k": [0, 1, 1],
+            "expert": [0, 7, 3],
+        }
+        parts |= changed  # type: ignore[arg-type]
+        kinds = {"gate": np.float32}
+        arrays = [np.array(v, kinds.get(name, np.int32)) for name, v in parts.items()]
+        return bool(count_unsound(*arrays, 8, 2))
+
+    top = 2**31 - 1
+    assert not unsound()
+    for changed in (
+        {"row_id": [-1, 9]},
+        {"row_id": [top, 9]},
+        {"row": [0, 0, 2]},
+        {"row": [0, 0, -1]},
+        {"slot": [5, -5, 0]},
+        {"slot": [5, top, 0]},
+        {"gate": [1, np.nan, 0]},
+        {"gate": [1, np.inf, 0]},
+        {"k": [0, 2, 1]},
+        {"k": [0, -1, 1]},
+        {"k": [1, 1, 1]},
+        {"expert": [0, 8, 3]},
+        {"expert": [0, -1, 3]},
+        {"slot": [5, 5]},
+        {"gate": [1, 1]},
+        {"k": [0, 1]},
+        {"expert": [0, 1]},
+        {"row_id": [4]},
+    ):
+        assert unsound(**changed), changed

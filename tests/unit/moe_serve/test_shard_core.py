@@ -498,3 +498,136 @@ def test_a_probe_goes_through_the_compute_thread(rig: Rig) -> None:
     assert not probe.done()
     rig.free.set()
     assert probe.result(5) >= 0.02
+
+
+# ----------------------------------------------------------- computed by whoever received the batch
+
+
+def learn(rig: Rig, rows: int) -> None:
+    """Have a batch of one pair a row computed, so that its like are known to be short."""
+    rig.submit(rig.call(rows, [0], call_id=1000 + rows)).get()
+    until(lambda: not rig.core.busy)
+
+
+def enqueue(rig: Rig, call: SubCall) -> Answer:
+    answer = Answer()
+    rig.core.enqueue(call, call.rows.nbytes, answer)
+    return answer
+
+
+def on_threads(rig: Rig) -> list[threading.Thread]:
+    """Threads of the forwards from now on."""
+    threads: list[threading.Thread] = []
+    rig.backend.on_forward = lambda _pairs: threads.append(threading.current_thread())
+    return threads
+
+
+def test_a_little_batch_is_computed_by_the_thread_that_received_it(rig: Rig) -> None:
+    learn(rig, 3)
+    threads = on_threads(rig)
+    rig.backend.forwards.clear()
+    answers = [enqueue(rig, rig.call(n, [0], call_id=n)) for n in (1, 2)]
+    assert not any(answer.there for answer in answers)
+    rig.core.serve_waiting()
+    assert [len(answer.value.partial) for answer in answers] == [1, 2], "answered before it returns"
+    assert rig.backend.forwards == [3], "what was received together is one batch"
+    assert threads == [threading.current_thread()]
+    assert not rig.core.busy
+
+
+def test_a_batch_of_a_size_not_yet_computed_is_the_compute_threads(rig: Rig) -> None:
+    learn(rig, 1)
+    threads = on_threads(rig)
+    answer = enqueue(rig, rig.call(8, [0]))
+    rig.core.serve_waiting()
+    answer.get()
+    assert threads != [threading.current_thread()]
+
+
+@pytest.mark.parametrize(
+    "limits", [QueueLimits(direct_rows_max=1), QueueLimits(direct_s_max=0.0)], ids=["rows", "time"]
+)
+def test_what_is_no_little_batch_is_the_compute_threads(limits: QueueLimits) -> None:
+    rig = Rig(queue=limits)
+    learn(rig, 2)
+    threads = on_threads(rig)
+    answer = enqueue(rig, rig.call(2, [0]))
+    rig.core.serve_waiting()
+    assert len(answer.get().partial) == 2
+    assert threads != [threading.current_thread()]
+    rig.stop()
+
+
+def test_nothing_is_computed_beside_a_running_batch(rig: Rig) -> None:
+    learn(rig, 1)
+    rig.block()
+    first = rig.submit(rig.call(1, [0], call_id=1))
+    assert rig.began.wait(5)
+    second = enqueue(rig, rig.call(1, [0], call_id=2))
+    rig.core.serve_waiting()
+    assert not second.there
+    rig.free.set()
+    assert len(first.get().partial) == len(second.get().partial) == 1
+
+
+def test_what_comes_while_the_receiver_computes_is_the_compute_threads(rig: Rig) -> None:
+    learn(rig, 1)
+    begun: list[int] = []
+
+    def wait(pairs: int) -> None:
+        begun.append(pairs)
+        rig.began.set()
+        rig.free.wait(10)
+
+    rig.backend.on_forward = wait
+    first = enqueue(rig, rig.call(1, [0], call_id=1))
+    receiver = threading.Thread(target=rig.core.serve_waiting)
+    receiver.start()
+    assert rig.began.wait(5)
+    assert rig.core.busy
+    second = rig.submit(rig.call(1, [0], call_id=2))
+    probe = rig.core.probe()
+    time.sleep(0.05)
+    assert begun == [1], "one at a time computes"
+    assert not second.there
+    rig.free.set()
+    assert len(first.get().partial) == len(second.get().partial) == 1
+    assert probe.result(5) >= 0.0
+    receiver.join(5)
+    assert not receiver.is_alive()
+
+
+def test_a_slot_is_pinned_while_the_receiver_computes(rig: Rig) -> None:
+    learn(rig, 1)
+    pins: list[int] = []
+    rig.backend.on_forward = lambda _pairs: pins.append(rig.core.slots.ledger.slots[0].batch_pins)
+    enqueue(rig, rig.call(1, [0]))
+    rig.core.serve_waiting()
+    assert pins == [1]
+    assert rig.core.slots.ledger.slots[0].batch_pins == 0
+
+
+def test_tags_are_compared_when_the_receiver_takes_the_batch(rig: Rig) -> None:
+    learn(rig, 1)
+    answer = enqueue(rig, rig.call(1, [0]))
+    rig.core.slots.ledger.tags[0] = -1
+    rig.core.serve_waiting()
+    assert answer.get().row_status.tolist() == [RowStatus.STALE]
+
+
+def test_a_shard_whose_receiver_dies_while_it_computes_is_broken(rig: Rig) -> None:
+    learn(rig, 2)
+
+    def die(_pairs: int) -> None:
+        raise Died
+
+    rig.backend.on_forward = die
+    first = enqueue(rig, rig.call(1, [0], call_id=1))
+    other = enqueue(rig, rig.call(1, [3], call_id=2, layer=1))
+    with pytest.raises(Died):
+        rig.core.serve_waiting()
+    assert isinstance(first.get(), Unavailable)
+    assert other.get().row_status.tolist() == [RowStatus.REFUSED]
+    assert rig.core.broken
+    late = enqueue(rig, rig.call(1, [0], call_id=3))
+    assert late.get().row_status.tolist() == [RowStatus.REFUSED]

@@ -1,5 +1,7 @@
 """Order, bounds and the estimate of the shard's queue."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -70,3 +72,14 @@ def test_the_estimate_of_the_worked_example() -> None:
     assert estimate.seconds(0, 9.0) == 0.0, "a batch that takes longer than estimated adds nothing"
     estimate.ended(0, 0.5, 9.0)
     assert estimate.seconds(1, 9.0) == pytest.approx(1e-4), "an empty batch says nothing of pairs"
+
+
+def test_a_batch_that_was_put_off_once_hardly_changes_what_its_like_are_taken_to_last() -> None:
+    estimate = BacklogEstimate()
+    assert estimate.batch_s(5) == math.inf, "nothing is known of a size before one was computed"
+    estimate.ended(5, 0.002, 1.0)
+    estimate.ended(7, 0.001, 2.0)
+    assert estimate.batch_s(4) == 0.001, "shorter counts at once; 4 to 7 pairs are one size"
+    estimate.ended(6, 0.5, 3.0)
+    assert estimate.batch_s(5) == pytest.approx(0.0011)
+    assert estimate.batch_s(8) == math.inf
