@@ -121,6 +121,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--few", action="store_true", help="ours at the table's budget only")
     parser.add_argument("--engine", action="store_true", help="also through the engine's gate")
     parser.add_argument("--balance-enough", type=float, help="of our policy; default: production's")
+    parser.add_argument("--passes", type=int, default=1, help="times the requests are gone through")
     parser.add_argument("--quick", action="store_true", help="one seed of a small case")
     parser.add_argument("--jobs", type=int, default=1, help="processes; 1 for CPU figures")
     parser.add_argument("--json", type=Path, help="write every row to this file")
@@ -153,7 +154,10 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
                 for order in options.orders.split(",") if options.orders else orders_of(case):
                     curve = case.name in CURVE_CASES and order in CURVE_ORDERS
                     variant = Variant(
-                        options.few or not curve, options.engine, options.balance_enough
+                        options.few or not curve,
+                        options.engine,
+                        options.balance_enough,
+                        options.passes,
                     )
                     jobs.append(Job(case.name, order, seed, variant))
     return jobs

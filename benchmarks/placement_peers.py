@@ -20,6 +20,7 @@ import importlib.util
 import os
 import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -150,7 +151,8 @@ def _vllm(
 
 def _load(path: Path) -> ModuleType:
     """Load a file as a module of a package that is its folder, so that its `from .x` work."""
-    package = f"{_PACKAGE}_{path.parent.name}"
+    # named by the folder: another folder's `.x` must not be taken for this one's
+    package = f"{_PACKAGE}_{zlib.crc32(bytes(path.parent.resolve())):08x}"
     holder = ModuleType(package)
     holder.__path__ = [str(path.parent)]
     sys.modules[package] = holder

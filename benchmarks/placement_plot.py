@@ -17,7 +17,7 @@ from benchmarks.placement_traces import CASES
 PANEL_WIDTH: Final = 330
 PANEL_HEIGHT: Final = 250
 COLUMNS: Final = 3
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 34, 40
+LEFT, RIGHT, TOP, BOTTOM = 46, 20, 34, 40
 HEAD: Final = 56
 HIGHEST_FLOOR: Final = 0.7
 """A panel's lower edge is at or below this balance; what lies lower is drawn on the edge."""

@@ -90,6 +90,7 @@ class Summary(NamedTuple):
     forecast_ms: Estimate
     plan_ms: Estimate
     seeds: int
+    passes: int
 
     def pair(self, split: str) -> str:
         """`window / quarter` under a split, or a dash."""
@@ -154,11 +155,13 @@ def case_lines(key: tuple[str, str], summaries: Sequence[Summary]) -> list[str]:
     """Markdown table of every planner on one case and order."""
     case, order = key
     seeds = max(summary.seeds for summary in summaries)
+    passes = max(summary.passes for summary in summaries)
     lines = [
         f"### {CASES[case].title}, {order}",
         "",
         f"{seeds} seed{'s' if seeds > 1 else ''}, windows of {CASES[case].window_tokens} tokens"
         + ("" if CASES[case].file else ", simulated demand")
+        + (f", requests gone through {passes} times" if passes > 1 else "")
         + ".",
         "",
         "| planner | equal split | our split | any split (LP) | slots written a window "
@@ -270,6 +273,7 @@ def _summary(name: str, rows: Sequence[Row]) -> Summary:
         forecast_ms=estimate(row.forecast_ms for row in rows),
         plan_ms=estimate(row.plan_ms for row in rows),
         seeds=len({row.seed for row in rows}),
+        passes=max(row.passes for row in rows),
     )
 
 

@@ -48,6 +48,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     writes_share_max: float
     forecast_ms: float
     plan_ms: float
+    passes: int = 1
+    """Times the recorded requests were gone through: above 1, requests (not windows) recur."""
 
 
 class Contender(NamedTuple):
@@ -70,18 +72,19 @@ class Variant(NamedTuple):
     """What a run leaves out, adds or changes.
 
     few: ours at the table's budget only. engine: also the whole engine. balance_enough: of ours,
-    None = production's.
+    None = production's. passes: times the recorded requests are gone through.
     """
 
     few: bool = False
     engine: bool = False
     balance_enough: float | None = None
+    passes: int = 1
 
 
 def contenders(case: Case, variant: Variant) -> list[Contender]:
     """Planners of a case: ours at each budget, a clairvoyant one, baselines, peers that are
     here."""
-    few, engine, enough = variant
+    few, engine, enough, _ = variant
     largest = TABLE_SHARE.get(case.name, USUAL_SHARE)
     shares = [share for share in SHARES if share == largest or (share < largest and not few)]
     found = [Contender(ours(s), _policy("incremental", s, enough)) for s in shares]
@@ -110,7 +113,7 @@ def run_timeline(case_name: str, order: str, seed: int, variant: Variant) -> lis
     Raises ValueError for a timeline of fewer than three windows, TracesMissing without the trace.
     """
     case = load_case(case_name)
-    windows = timeline(case, order, seed)
+    windows = timeline(case, order, seed, passes=variant.passes)
     if len(windows) < 3:
         raise ValueError(f"{case_name} {order}: {len(windows)} windows, scoring needs 3")
     rows = [
@@ -118,7 +121,7 @@ def run_timeline(case_name: str, order: str, seed: int, variant: Variant) -> lis
         for contender in contenders(case, variant)
     ]
     rows.append(_bound_row(case, order, seed, windows))
-    return rows
+    return [msgspec.structs.replace(row, passes=variant.passes) for row in rows]
 
 
 def run_planner(

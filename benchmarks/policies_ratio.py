@@ -24,14 +24,14 @@ from benchmarks.policies_players import (
     make_player,
     rows_of,
 )
-from benchmarks.policies_traffic import PAIRS, PATTERNS, PingPong, pattern, recorded
+from benchmarks.policies_traffic import HOTTER, PAIRS, PATTERNS, PingPong, pattern, recorded
 from benchmarks.policies_world import Production, Still
 
 IntArray = npt.NDArray[np.int64]
 
 PRICES: Final = (0.005, 0.02, 0.05)
 ADVERSARY_WINDOWS: Final = 200
-TRAFFIC: Final = ("gptoss mixed", "gptoss blocks", "ping-pong", *PATTERNS)
+TRAFFIC: Final = ("gptoss mixed", "gptoss blocks", "ping-pong", "ping-pong hotter", *PATTERNS)
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ def demand_of(traffic: str, seed: int) -> IntArray | PingPong:
     """Counts int64 [windows, quarters, experts], or the adversary."""
     if traffic == "ping-pong":
         return PingPong(seed)
+    if traffic == "ping-pong hotter":
+        return PingPong(seed, hot_over_mean=HOTTER)
     if traffic.startswith("gptoss "):
         return recorded(traffic.removeprefix("gptoss "), seed)
     return pattern(traffic, seed)

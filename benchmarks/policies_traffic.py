@@ -35,7 +35,8 @@ QUARTERS = 4
 PAIRS = 4_096
 """Pairs of a window; enough that the noise of a window costs little (about 1% of a rank)."""
 _HOT = 0.45
-_HOT_OVER_MEAN = (1.97, 4.01)
+HOT_OVER_MEAN: Final = (1.97, 4.01)
+HOTTER: Final = (2.4, 4.5)
 
 
 def shares(experts: int, generator: np.random.Generator) -> FloatArray:
@@ -136,14 +137,17 @@ def recorded(
 class PingPong:
     """Adversary: of two sets of shares, ask for the one that costs the layout it sees more.
 
-    Each set has its own hot expert, which gets 1.97 to 4.01 times the mean load: what the layers of
-    GPT-OSS-20B have. Same layouts, same demand: nothing is random once it is made.
+    Each set has its own hot expert, which gets `hot_over_mean` times the mean load, drawn from that
+    range: HOT_OVER_MEAN is what the layers of GPT-OSS-20B have, HOTTER is beyond. Same layouts, same
+    demand: nothing is random once it is made.
     """
 
-    def __init__(self, seed: int, experts: int = 6) -> None:
+    def __init__(
+        self, seed: int, experts: int = 6, hot_over_mean: tuple[float, float] = HOT_OVER_MEAN
+    ) -> None:
         generator = np.random.default_rng((seed, 98))
         hot_experts = generator.permutation(experts)[:2].tolist()
-        self.hot = float(generator.uniform(*_HOT_OVER_MEAN)) / experts
+        self.hot = float(generator.uniform(*hot_over_mean)) / experts
         self.sets = np.full((2, experts), (1.0 - self.hot) / (experts - 1))
         self.sets[[0, 1], hot_experts] = self.hot
         self.sets = np.rint(self.sets * (PAIRS // QUARTERS)).astype(np.int64)

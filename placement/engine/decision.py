@@ -34,7 +34,7 @@ LAYERS_NAMED_MAX = 8
 """Layers that one record names; the others are counted."""
 _WHY = MappingProxyType(
     {
-        Verdict.REGRET_BELOW_COST: "regret has not reached the cost",
+        Verdict.REGRET_BELOW_COST: "regret has not reached the cost, or is not beyond noise",
         Verdict.GAIN_BELOW_BAND: "the gain is within the band of noise",
         Verdict.GAIN_BELOW_COST: "gain over the expected life below the cost of the copies",
     }

@@ -265,7 +265,8 @@ def _regime(
     wanted = -(-SCENARIOS // len(history.windows[-1].demand))
     parts = [window.demand for window in history.windows[-wanted:]]
     counts = np.ascontiguousarray(np.concatenate(parts)[::-1][:SCENARIOS])
-    held = np.clip(state.shift.parts_since, 1, len(counts))
+    known = np.where(state.shift.weight > 0, state.shift.parts_since, 1)
+    held = np.clip(known, 1, len(counts))
     order = np.arange(int(held.max()))[:, None] % held[None]
     return counts, np.ascontiguousarray(order)
 

@@ -20,6 +20,8 @@ gain is never below zero. Therefore:
 - *Measured regret.* A target that is not started yet is kept, and each window that comes is charged
   with what that target would have saved on the window's own demand, which may be less than nothing.
   Only where there is no such target yet is a prediction charged, and then at `PREDICTED_SHARE`.
+  Regret that is not `LARGE` must also exceed `DEVIATIONS` of what windows that save and lose by
+  turns would add up to.
 - *A last word.* Decay bounds regret at some ten windows' worth, so a small gain may never reach its
   cost, or reach it by noise. After `WAIT_WINDOWS_MAX` windows the mean of what was measured
   decides: it pays over the plan's life and is half of what is promised, or the layer rests.
@@ -35,6 +37,7 @@ gain is never below zero. Therefore:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -51,6 +54,10 @@ BoolArray = npt.NDArray[np.bool_]
 
 PREDICTED_SHARE = 0.5
 """Share at which a gain that is only predicted counts as regret."""
+LARGE = 4.0
+"""Regret this many times the threshold is no noise."""
+DEVIATIONS = 2.0
+"""Standard deviations of a sum of measured savings whose mean is zero that regret must exceed."""
 REST_WINDOWS_MAX = 512
 """Longest rest of a layer for which nothing worth having was found, in windows."""
 WAIT_WINDOWS_MAX = 12
@@ -74,13 +81,15 @@ FAILED_REST_WINDOWS_MAX = 8
 class GateState(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What the gate remembers of each layer; part of the engine's state. All arrays are [layers].
 
-    regret_s: float64. watched: out of balance and not yet back. rest_until_s: float64, time before
+    regret_s: float64. swing: float64, variance that regret would have if the mean of what was
+    measured were zero. watched: out of balance and not yet back. rest_until_s: float64, time before
     which it is not planned again. fruitless: int64, times in a row. failed: float64, failures,
     fading. waited: int64, windows in a row that its moves wait for regret. balance_then: float64,
     lowest balance of a fruitless plan.
     """
 
     regret_s: FloatArray
+    swing: FloatArray
     watched: BoolArray
     rest_until_s: FloatArray
     fruitless: IntArray
@@ -130,6 +139,7 @@ def initial_gate(num_layers: int) -> GateState:
     """Nothing lost, nothing watched, nothing resting."""
     return GateState(
         regret_s=np.zeros(num_layers, np.float64),
+        swing=np.zeros(num_layers, np.float64),
         watched=np.zeros(num_layers, np.bool_),
         rest_until_s=np.full(num_layers, -np.inf, np.float64),
         fruitless=np.zeros(num_layers, np.int64),
@@ -146,7 +156,10 @@ def charge(gate: GateState, saved_s_per_s: FloatArray, terms: Terms) -> GateStat
     """Regret after one more window: decayed, plus what each layer's kept target would have saved in
     it: 0 where there is none, below 0 where it would have lost."""
     regret = gate.regret_s * terms.decay + saved_s_per_s * terms.window_s
-    return msgspec.structs.replace(gate, regret_s=regret, failed=gate.failed * FAILED_KEEP)
+    swing = gate.swing * terms.decay**2 + (saved_s_per_s * terms.window_s) ** 2
+    return msgspec.structs.replace(
+        gate, regret_s=regret, swing=swing, failed=gate.failed * FAILED_KEEP
+    )
 
 
 def watch(gate: GateState, balance: FloatArray, kept: BoolArray, terms: Terms) -> GateState:
@@ -157,6 +170,7 @@ def watch(gate: GateState, balance: FloatArray, kept: BoolArray, terms: Terms) -
         gate,
         watched=watched,
         regret_s=np.where(watched | kept, gate.regret_s, 0.0),
+        swing=np.where(watched | kept, gate.swing, 0.0),
         waited=np.where(watched, gate.waited, 0),
         # Forgotten step by step: a layer on the edge would start anew whenever noise lifts it.
         fruitless=np.where(watched, gate.fruitless, np.maximum(gate.fruitless - 1, 0)),
@@ -215,7 +229,10 @@ def weigh(
         verdict = Verdict.GAIN_BELOW_COST
     elif gain < band:
         verdict = Verdict.GAIN_BELOW_BAND
-    elif regret >= threshold:
+    elif regret >= threshold and (
+        regret >= LARGE * threshold
+        or regret >= DEVIATIONS * math.sqrt(sum(gate.swing[f.layer] for f in figures))
+    ):
         verdict = Verdict.REGRET_REACHED
     elif _has_shown(gate, figures, gain, cost, regret, terms):
         verdict = Verdict.PAYS_IN_TIME
@@ -255,9 +272,9 @@ def fruitless(  # the gate's terms and what was seen
     fruitless plans that this one counts for."""
     index = np.array(layers, dtype=np.int64)
     count, rest, then = gate.fruitless.copy(), gate.rest_until_s.copy(), gate.balance_then.copy()
-    regret, waited = gate.regret_s.copy(), gate.waited.copy()
+    regret, waited, swing = gate.regret_s.copy(), gate.waited.copy(), gate.swing.copy()
     count[index] += times
-    regret[index], waited[index] = 0.0, 0
+    regret[index], waited[index], swing[index] = 0.0, 0, 0.0
     windows = np.minimum(2.0 ** np.minimum(count[index], 62), REST_WINDOWS_MAX)
     # Half a window less: the driver's clock does not close windows to the microsecond.
     rest[index] = at_s + (windows - 0.5) * terms.window_s
@@ -265,6 +282,7 @@ def fruitless(  # the gate's terms and what was seen
     return msgspec.structs.replace(
         gate,
         regret_s=regret,
+        swing=swing,
         waited=waited,
         fruitless=count,
         rest_until_s=rest,
@@ -286,11 +304,14 @@ def moved(gate: GateState, layers: Sequence[int], at_s: float, terms: Terms) -> 
     index = np.array(layers, dtype=np.int64)
     regret, rest, times = gate.regret_s.copy(), gate.rest_until_s.copy(), gate.fruitless.copy()
     waited, then = gate.waited.copy(), gate.balance_then.copy()
+    swing = gate.swing.copy()
     regret[index], times[index], waited[index], then[index] = 0.0, 0, 0, 1.0
+    swing[index] = 0.0
     rest[index] = at_s + terms.cooldown_s
     return msgspec.structs.replace(
         gate,
         regret_s=regret,
+        swing=swing,
         rest_until_s=rest,
         fruitless=times,
         waited=waited,

@@ -137,11 +137,7 @@ class Search:
         return float(self._leveled.slowest_s.sum()) + resident
 
     def _unbalanced(self) -> list[int]:
-        return [
-            layer
-            for layer in self._planned
-            if self._leveled.balance(layer) < self._enough
-        ]
+        return [layer for layer in self._planned if self._leveled.balance(layer) < self._enough]
 
     def _merge(self) -> bool:
         """The paths of all layers, within their own and empty slots, best change first; whether a

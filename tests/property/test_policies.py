@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from placement.layout import EMPTY, ExpertLayout
 from placement.policy import POLICIES, PolicyError, PolicyInput, propose
 from placement.policy.eplb import eplb_matrix
-from placement.policy.feasibility import check_request, reachable_floor
+from placement.policy.feasibility import check_request, reachable_floor, uniform_slots
 from placement.policy.incremental import objective_s
-from placement.scoring import churn
+from placement.scoring import churn, rank_load
 from placement.topology import NUM_PHASES, DeviceProfile, RankSpec, Topology
-from tests.builders import make_spec
+from tests.builders import make_request, make_spec, make_topology
 
 SPEEDS = (1e9, 5e8, 3e8)
 EXAMPLES = settings(max_examples=150, derandomize=True, database=None, deadline=None)
@@ -228,3 +228,115 @@ def test_the_greedy_matrix_holds_every_expert(layers, nodes, gpus, group_size, m
         for expert in range(num_experts):
             places = log2phy[layer, expert]
             assert sorted(places[places >= 0]) == np.nonzero(phy2log[layer] == expert)[0].tolist()
+
+
+def exact_seconds(request_, layout):
+    """Seconds a second of the slowest rank under the router's own split, all layers, equal
+    speeds."""
+    total = 0.0
+    for weight, scenario in zip(request_.weights, request_.scenarios, strict=True):
+        loads = rank_load(layout, scenario.sum(axis=0))
+        total += weight * loads.max(axis=0).sum()
+    return total
+
+
+@EXAMPLES
+@given(request_=requests(), moves=st.sampled_from([1, 3, None]))
+def test_under_the_exact_split_it_is_never_worse_than_staying(request_, moves):
+    ranks = tuple(msgspec.structs.replace(r, profile="speed0") for r in request_.topology.ranks)
+    topology = msgspec.structs.replace(request_.topology, ranks=ranks)
+    request_ = msgspec.structs.replace(request_, topology=topology, max_moves=moves)
+    assume(feasible(request_))
+    start = propose("static", request_)
+    request_ = msgspec.structs.replace(request_, layout=start)
+    result = propose("incremental", request_)
+    stayed, reached = exact_seconds(request_, start), exact_seconds(request_, result)
+    assert reached <= stayed * (1 + 1e-9)
+
+
+@EXAMPLES
+@given(request_=requests(uniform=True))
+def test_a_uniform_layout_has_as_many_slots_in_every_layer_or_it_says_what_is_short(request_):
+    if not feasible(request_):
+        with pytest.raises(PolicyError, match="short"):
+            propose("incremental", request_)
+        return
+    layout = propose("incremental", request_)
+    usable = [r for r in range(layout.num_ranks) if request_.topology.usable(r)]
+    usable = [r for r in usable if request_.topology.ranks[r].num_slots > request_.staging_slots]
+    own = uniform_slots(request_)
+    held = layout.hosts.reshape(layout.num_layers, layout.num_experts, -1).sum(axis=1)
+    assert (held[:, usable] == own).all()
+    assert held.sum() == own * len(usable) * layout.num_layers
+    again = propose("incremental", msgspec.structs.replace(request_, layout=layout))
+    if not request_.scenarios.any():
+        assert again.same_as(layout)
+
+
+def refused_by_eplb(request_):
+    """Whether the published greedy, which knows only even counts, refuses, and with numbers."""
+    try:
+        propose("eplb", request_)
+    except PolicyError as refusal:
+        return any(char.isdigit() for char in str(refusal))
+    return False
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("spare", [0, 1, 7])
+@pytest.mark.parametrize(("experts", "ranks"), [(1, 1), (3, 2), (7, 5), (16, 16), (33, 4)])
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_over_the_grid_of_sizes_layouts_are_valid(name, experts, ranks, spare, nodes, uniform):
+    spec = make_spec(num_layers=2, num_experts=experts)
+    slots = 2 * -(-experts // ranks) + spare + 1
+    topology = make_topology([slots] * ranks, ranks_per_node=-(-ranks // nodes))
+    layout = ExpertLayout.empty(topology, num_layers=2, num_experts=experts)
+    demand = np.random.default_rng(experts).zipf(1.5, (2, experts)).clip(max=500) * 1.0
+    request_ = make_request(spec, topology, layout, demand, uniform=uniform)
+    if name == "eplb" and refused_by_eplb(request_):
+        return
+    found = propose(name, request_)
+    found.validate(topology, staging_slots=1)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0, 1e31])
+def test_loads_that_cannot_be_are_refused(name, value):
+    spec, topology = make_spec(num_experts=8), make_topology([6, 6])
+    layout = ExpertLayout.empty(topology, num_layers=1, num_experts=8)
+    demand = np.ones((1, 8))
+    demand[0, 3] = value
+    with pytest.raises(PolicyError, match="scenarios must be"):
+        propose(name, make_request(spec, topology, layout, demand))
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("scale", [0.0, 5e-324, 1e-300, 1.0, 2.0**63, 1e29])
+@pytest.mark.parametrize("hot", [1, 8])
+def test_loads_of_any_size_are_planned_for(name, scale, hot):
+    spec, topology = make_spec(num_experts=8), make_topology([10, 10])
+    layout = ExpertLayout.empty(topology, num_layers=1, num_experts=8)
+    demand = np.zeros((1, 8))
+    demand[0, :hot] = scale
+    found = propose(name, make_request(spec, topology, layout, demand))
+    found.validate(topology, staging_slots=1)
+    if name == "incremental" and hot == 1 and scale >= 1.0:
+        assert found.replica_counts[0, 0] == 2, "all load on one expert: it is on both ranks"
+
+
+@EXAMPLES
+@given(request_=requests(), writes=st.integers(0, 3))
+def test_bytes_between_nodes_stay_within_their_limit(request_, writes):
+    assume(feasible(request_))
+    start = propose("static", request_)
+    limit = writes * request_.spec.expert_bytes
+    request_ = msgspec.structs.replace(request_, layout=start, max_cross_node_bytes=limit, floor=1)
+    result = propose("incremental", request_)
+    node = [r.node for r in request_.topology.ranks]
+    far = 0
+    for change in start.diff(result):
+        if change.after >= 0 and not start.hosts[change.after, change.slot.rank]:
+            hosts = np.nonzero(start.hosts[change.after])[0]
+            far += node[change.slot.rank] not in {node[r] for r in hosts}
+    assert far <= writes

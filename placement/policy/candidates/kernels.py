@@ -38,7 +38,7 @@ EXCHANGE = 3
 
 HOT_RANKS = 4
 COLD_RANKS = 10
-SHORTLIST = 40
+SHORTLIST = 24
 CONNECT = 0.15
 """Share by which a write counts more that connects ranks which share no expert, directly or
 through others.

@@ -120,7 +120,8 @@ async def test_a_controller_of_a_lower_term_cannot_write_any_more(tmp_path: Path
 async def test_a_full_disk_fails_the_commit_whole(tmp_path: Path) -> None:
     journal = await opened(tmp_path)
     await journal.close()
-    tight = JournalLimits(state_bytes_max=1)
+    room = (tmp_path / STATE_FILE).stat().st_size + 40_000  # for a snapshot, not for what follows
+    tight = JournalLimits(state_bytes_max=room)
     journal, _ = await open_journal(tmp_path, "s", tight)
     await journal.open_term(2, snapshot_row(snapshot(2)), owner="here", starts=())
     with pytest.raises(JournalFull):

@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from placement.cost import (
     expected_experts,
     least_crossover,
     memory_seconds,
+    pair_equivalents,
     rank_seconds,
     regime,
     seconds_per_pair,
@@ -97,3 +99,25 @@ def test_seconds_of_a_pair_by_rank():
 )
 def test_a_copy_takes_the_slowest_part_of_its_way(source, target, rate):
     assert copy_seconds(8_000_000, source, target, topology()) == pytest.approx(8e6 / rate)
+
+
+def test_a_memory_bound_batch_costs_readings():
+    spec = msgspec.structs.replace(SPEC, num_experts=64, top_k=2)
+    crossover = crossover_pairs(spec, FAST)
+    demand = np.zeros(64)
+    demand[0], demand[1] = 400.0, 8.0  # half of 800 tokens a second, a hundredth of them
+    demand[2:] = (1600.0 - 408.0) / 62
+    priced = pair_equivalents(demand, 8.0, spec, FAST) / crossover
+    assert regime(8.0, spec, FAST) is Regime.MEMORY
+    assert priced[0] == pytest.approx(100.0 * (1 - 0.5**8))
+    assert priced[1] == pytest.approx(100.0 * (1 - 0.99**8))
+    assert (priced <= 100.0).all(), "an expert is read at most once a call"
+
+
+def test_unknown_and_compute_bound_batches_cost_their_pairs():
+    spec = msgspec.structs.replace(SPEC, num_experts=4, top_k=2)
+    demand = np.array([[5.0, 0.0, 3.0, 2.0]])
+    assert np.array_equal(pair_equivalents(demand, 0.0, spec, FAST), demand)
+    assert np.array_equal(pair_equivalents(demand, 1e6, spec, FAST), demand)
+    nothing = pair_equivalents(demand * 0, 1.0, spec, FAST)
+    assert not nothing.any()

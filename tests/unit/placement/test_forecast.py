@@ -1,40 +1,86 @@
+from itertools import pairwise
+
+import msgspec
 import numpy as np
 import pytest
 
 from placement.forecast import (
     FORECASTERS,
+    SCENARIOS,
     ForecastState,
     balance_given,
+    choose,
     forecast,
     initial_state,
+    mean_forecast,
     observe,
     predict,
 )
+from placement.forecast.kernels import warm
 from placement.load import LoadError, LoadHistory
 from placement.messages.codec import decode_as, encode
-from placement.topology import NUM_PHASES
+from placement.topology import NUM_PHASES, Phase
 from tests.builders import make_spec, make_window
 
 SPEC = make_spec(num_layers=1, num_experts=8)
 RANKS = 4
+FLAT = np.full((1, 8), 80.0)
+LOW = np.array([[80, 80, 80, 80, 8, 8, 8, 8]])
 
 
-def run(demands, kept=8):
-    """(state, history) after windows of these demands [layers, experts]."""
-    state = initial_state(
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    warm()
+
+
+def start():
+    return initial_state(
         num_phases=NUM_PHASES, num_layers=SPEC.num_layers, num_experts=SPEC.num_experts
     )
-    history = LoadHistory(kept=kept)
-    for index, demand in enumerate(demands):
-        window = make_window(SPEC, np.asarray(demand, float), index=index)
+
+
+def run_windows(windows, kept=8):
+    state, history = start(), LoadHistory(kept=kept)
+    for window in windows:
         state = observe(state, history, window, RANKS)
         history = history.with_window(window)
     return state, history
 
 
+def run(demands, kept=8):
+    """(state, history) after windows of these demands [layers, experts]."""
+    return run_windows(
+        [make_window(SPEC, np.asarray(d, float), index=i) for i, d in enumerate(demands)], kept
+    )
+
+
+def window_of(parts, *, index=0, phase=Phase.PREFILL, queued=None, prefill=None):
+    """A window with these pairs [experts] in its sub-windows."""
+    window = make_window(SPEC, np.zeros((1, 8)), index=index, sub_windows=len(parts))
+    demand = window.demand.copy()
+    demand[:, phase, 0] = parts
+    if prefill is not None:
+        demand[:, Phase.PREFILL, 0] = prefill
+    window = msgspec.structs.replace(window, demand=demand)
+    if queued is not None:
+        waiting = np.zeros((NUM_PHASES, 1, 8), dtype=np.int64)
+        waiting[Phase.PREFILL, 0] = queued
+        window = msgspec.structs.replace(window, queued=waiting)
+    return window
+
+
+def named(state):
+    return FORECASTERS[choose(state)[Phase.PREFILL, 0]]
+
+
 def test_balance_given_follows_the_worked_example():
     assert balance_given([[2, 1, 1]], [[2, 2, 0]], 2).tolist() == pytest.approx([1.0])
     assert balance_given([[2, 1, 1]], [[0, 2, 2]], 2).tolist() == pytest.approx([0.5])
+
+
+def test_balance_given_cuts_an_expert_over_several_ranks():
+    assert balance_given([[4, 0]], [[4, 0]], 4).tolist() == pytest.approx([1.0])
+    assert balance_given([[3, 1]], [[1, 3]], 4).tolist() == pytest.approx([1 / 3])
 
 
 def test_balance_given_of_the_load_itself_is_even_and_of_none_is_one():
@@ -60,40 +106,81 @@ def test_each_forecaster_in_pairs_a_second(name, expected):
     assert values[1].sum() == 0
 
 
-def test_after_a_flip_the_layer_follows_what_forgets_soonest():
-    hot_low = np.array([[80, 80, 80, 80, 8, 8, 8, 8]])
-    state, history = run([hot_low] * 6 + [hot_low[:, ::-1]] * 3)
-    assert FORECASTERS[forecast(state, history).chosen[0]] == "last"
+def test_quarters_weigh_sub_windows_by_age():
+    eights, sixteens = [8] * 8, [16] * 8
+    state, history = run_windows([window_of([eights, eights, eights, sixteens])])
+    weights = 0.9 ** np.arange(4)[::-1]
+    expected = (weights / weights.sum()) @ np.array([8, 8, 8, 16]) * 2  # four parts in two seconds
+    assert predict("quarters", state, history)[0, 0] == pytest.approx([expected] * 8)
+    more = window_of([sixteens] * 4, index=1)
+    after = observe(state, history, more, RANKS)
+    kept = 0.9**4
+    assert after.quarters[0, 0, 0] == pytest.approx(kept * expected + (1 - kept) * 32)
 
 
-def test_under_noise_the_layer_follows_a_mean():
+def test_all_forecasters_agree_on_still_traffic():
+    state, history = run([LOW] * 5)
+    for name in FORECASTERS:
+        found = predict(name, state, history)
+        assert found[0, 0] == pytest.approx(LOW[0] / 2.0), name
+
+
+def test_scores_are_by_phase():
+    windows = []
+    for index in range(6):
+        window = window_of([[40] * 8] * 4, index=index)
+        window.demand[:, Phase.DECODE, 0, index % 8] = 400
+        windows.append(window)
+    state, _ = run_windows(windows)
+    last = FORECASTERS.index("last")
+    assert state.scores[last, Phase.PREFILL, 0] == pytest.approx(1.0, abs=1e-6)
+    assert state.scores[last, Phase.DECODE, 0] < 0.5
+
+
+def test_under_noise_a_mean_scores_better_than_the_last_window():
     rng = np.random.default_rng(5)
-    state, history = run([rng.poisson(40, (1, 8)) * 4 for _ in range(30)])
-    assert FORECASTERS[forecast(state, history).chosen[0]] in {"window", "ewma_long"}
+    state, _ = run([rng.poisson(40, (1, 8)) * 4 for _ in range(30)])
+    assert named(state) in {"quarters", "window", "ewma_long"}
+    scores = dict(zip(FORECASTERS, state.scores[:, 0, 0], strict=True))
+    assert scores["window"] > scores["last"]
 
 
 def test_a_silent_window_leaves_scores_alone():
-    busy = np.array([[80, 8, 8, 8, 8, 8, 8, 8]])
-    before, _ = run([busy] * 3)
-    after, _ = run([busy] * 3 + [busy * 0])
+    before, _ = run([LOW] * 3)
+    after, _ = run([LOW] * 3 + [LOW * 0])
     assert np.array_equal(before.scores, after.scores)
     assert after.windows_seen == 4
 
 
-def test_scenarios_weigh_the_mean_half_and_sub_windows_half():
-    window = make_window(SPEC, np.full((1, 8), 16.0))
-    window.demand[0, 0, 0, 0] += 8  # a burst in the first quarter
-    state = observe(
-        initial_state(num_phases=NUM_PHASES, num_layers=1, num_experts=8),
-        LoadHistory(kept=2),
-        window,
-        RANKS,
-    )
-    found = forecast(state, LoadHistory(kept=2).with_window(window))
-    assert found.demand.shape == (5, NUM_PHASES, 1, 8)
-    assert found.weights.tolist() == [0.5, 0.125, 0.125, 0.125, 0.125]
-    assert found.demand[:, 0, 0, 0].tolist() == pytest.approx([12, 24, 8, 8, 8])
-    assert found.demand[:, 0, 0, 1].tolist() == pytest.approx([8.0] * 5)
+def test_after_a_flip_the_phase_follows_what_came_since():
+    state, history = run([LOW] * 6 + [LOW[:, ::-1]])
+    assert named(state) == "change_point"
+    found = forecast(state, history)
+    assert found.shift is not None
+    assert found.shift.since_window == 6
+    assert found.demand.shape[0] == 4, "only sub-windows of the new traffic make scenarios"
+    assert found.demand[:, 0, 0] == pytest.approx(np.tile(LOW[0, ::-1] / 2.0, (4, 1)))
+    later, history = run([LOW] * 6 + [LOW[:, ::-1]] * 2)
+    assert forecast(later, history).shift is None, "told once"
+
+
+def test_scenarios_deviate_as_sub_windows_did_and_more():
+    calm, burst = [16] * 8, [32] + [16] * 7
+    state, history = run_windows([window_of([calm, calm, calm, burst])])
+    found = forecast(state, history)
+    assert found.demand.shape == (4, NUM_PHASES, 1, 8)
+    assert found.weights.sum() == pytest.approx(1.0)
+    assert (np.diff(found.weights) < 0).all(), "newest first, newest heaviest"
+    shares = found.demand[:, 0, 0] / found.demand[:, 0, 0].sum(axis=1, keepdims=True)
+    assert shares[0, 0] > 32 / 144 > 16 / 128 > shares[1, 0]
+    totals = found.demand[:, 0, 0].sum(axis=1)
+    assert totals == pytest.approx([mean_forecast(state, history)[0, 0].sum()] * 4)
+    assert found.demand[:, 1].sum() == 0
+
+
+def test_scenarios_are_at_most_so_many():
+    state, history = run([FLAT] * 8)
+    assert len(forecast(state, history).demand) == SCENARIOS
 
 
 def test_scenarios_are_never_negative():
@@ -105,21 +192,43 @@ def test_scenarios_are_never_negative():
     assert forecast(state, history.with_window(burst)).demand.min() >= 0
 
 
-def test_a_window_of_no_length_has_no_scenario_beside_the_mean():
+def test_waiting_requests_lead_the_next_prefill():
+    window = window_of([[10] * 8] * 4, queued=[0, 0, 0, 0, 30, 30, 30, 30])
+    state, history = run_windows([window])
+    led = predict("prefill_leads", state, history)[Phase.PREFILL, 0]
+    assert led == pytest.approx([0] * 4 + [40.0] * 4)
+    assert led.sum() == pytest.approx(predict("last", state, history)[Phase.PREFILL].sum())
+
+
+def test_prefill_leads_decode_and_wins_where_decode_follows_it():
+    rng = np.random.default_rng(3)
+    shapes = [rng.permutation([200, 200, 20, 20, 20, 20, 20, 20]) for _ in range(12)]
+    windows = [
+        window_of([now] * 4, index=i, phase=Phase.DECODE, prefill=nxt)
+        for i, (now, nxt) in enumerate(pairwise(shapes))
+    ]
+    state, history = run_windows(windows)
+    scores = dict(zip(FORECASTERS, state.scores[:, Phase.DECODE, 0], strict=True))
+    assert max(scores, key=scores.get) == "prefill_leads"
+    led = predict("prefill_leads", state, history)[Phase.DECODE, 0]
+    assert set(np.argsort(-led)[:2]) == set(np.argsort(-shapes[11])[:2])
+
+
+def test_without_prefill_the_leader_says_what_the_last_window_said():
+    state, history = run_windows([window_of([[10] * 8] * 4, phase=Phase.DECODE)] * 2)
+    last = predict("last", state, history)
+    assert np.array_equal(predict("prefill_leads", state, history), last)
+
+
+def test_a_window_of_no_length_forecasts_nothing():
     window = make_window(SPEC, np.full((1, 8), 16.0), window_s=0.0)
-    state = observe(
-        initial_state(num_phases=NUM_PHASES, num_layers=1, num_experts=8),
-        LoadHistory(kept=2),
-        window,
-        RANKS,
-    )
+    state = observe(start(), LoadHistory(kept=2), window, RANKS)
     assert forecast(state, LoadHistory(kept=2).with_window(window)).demand.sum() == 0
 
 
 def test_nothing_can_be_forecast_before_the_first_window():
-    state = initial_state(num_phases=NUM_PHASES, num_layers=1, num_experts=8)
     with pytest.raises(LoadError, match="close one first"):
-        forecast(state, LoadHistory(kept=2))
+        forecast(start(), LoadHistory(kept=2))
 
 
 def test_an_unknown_forecaster_is_named():
@@ -129,5 +238,6 @@ def test_an_unknown_forecaster_is_named():
 
 
 def test_state_survives_the_journal():
-    state, _ = run([np.ones((1, 8)) * 8, np.ones((1, 8)) * 16])
+    state, _ = run([LOW] * 3 + [LOW[:, ::-1]])
+    assert state.shift.latest is not None
     assert encode(decode_as(encode(state), ForecastState)) == encode(state)

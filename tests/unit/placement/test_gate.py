@@ -136,6 +136,18 @@ def test_a_shift_starts_nothing_in_a_layer_whose_moves_failed_again_and_again():
     assert found.verdict is Verdict.REGRET_BELOW_COST
 
 
+def test_regret_of_windows_that_save_and_lose_by_turns_is_noise_unless_it_is_large():
+    state = gate(regret_s=[0.3, 0.0], swing=[0.16**2, 0.0])
+    assert weigh(state, [figure()], NONE, TERMS).verdict is Verdict.REGRET_BELOW_COST
+    even = gate(regret_s=[0.3, 0.0], swing=[0.14**2, 0.0])
+    assert weigh(even, [figure()], NONE, TERMS).verdict is Verdict.REGRET_REACHED
+    large = gate(regret_s=[0.5, 0.0], swing=[9.0, 0.0])
+    assert weigh(large, [figure()], NONE, TERMS).verdict is Verdict.REGRET_REACHED
+    assert charge(state, np.array([0.1, 0.0]), TERMS).swing[0] == pytest.approx(
+        (0.16 * 0.9) ** 2 + 0.2**2
+    )
+
+
 def test_layers_that_belong_together_are_weighed_as_one():
     figures = [figure(0, gain=0.05, cost=0.1), figure(1, gain=-0.01, writes=0, cost=0.0)]
     found = weigh(gate(regret_s=[0.3, -0.1]), figures, NONE, TERMS)

@@ -297,3 +297,82 @@ def test_on_larger_layers_every_one_ends_balanced_or_unimprovable():
     assert layer_balancedness(rank_load(result, demand)).min() > 0.93
     assert churn(live, result).slot_writes < 0.25 * 8 * 59
     assert plan(spec, topology, result, demand).same_as(result)
+
+
+def uniform(spec, topology, layout, demand, **fields):
+    return plan(spec, topology, layout, demand, uniform=True, **fields)
+
+
+def test_a_uniform_layout_fills_the_same_slots_in_every_layer():
+    topology = make_topology([4 * 9 + 1] * 4)
+    empty = ExpertLayout.empty(topology, num_layers=4, num_experts=32)
+    demand = skewed(TINY)
+    demand[0] *= 10  # the layer that a pool would favour
+    result = uniform(TINY, topology, empty, demand)
+    assert result.physical_to_logical().shape == (4, 36)
+    assert balance(result, demand) > 0.95
+    again = uniform(TINY, topology, result, demand)
+    assert again.same_as(result)
+
+
+def test_a_uniform_layout_stays_uniform_when_a_rank_is_lost_and_moves_are_few():
+    topology = make_topology([4 * 12 + 1] * 4, ranks_per_node=1)
+    empty = ExpertLayout.empty(topology, num_layers=4, num_experts=32)
+    live = uniform(TINY, topology, empty, skewed(TINY))
+    lost = make_topology([4 * 12 + 1] * 4, ranks_per_node=1, alive=[True, True, True, False])
+    result = uniform(TINY, lost, live, skewed(TINY, seed=2), max_moves=4)
+    assert not result.missing()
+    held = result.hosts.reshape(4, 32, 4).sum(axis=1)
+    assert (held[:, :3] == 12).all()
+    assert not held[:, 3].any()
+
+
+def test_a_uniform_layout_short_of_slots_says_so_by_layer():
+    topology = make_topology([4 * 7 + 1, 4 * 12 + 1, 4 * 7 + 1, 4 * 12 + 1])
+    empty = ExpertLayout.empty(topology, num_layers=4, num_experts=32)
+    with pytest.raises(PolicyError, match=r"4 usable ranks of 7 slots a layer.*4 slots a layer"):
+        uniform(TINY, topology, empty, skewed(TINY))
+
+
+def test_bytes_between_nodes_are_limited_apart():
+    topology = make_topology([41] * 4, ranks_per_node=2)
+    rng = np.random.default_rng(4)
+    demand = np.stack([rng.permutation(row) for row in skewed(TINY)])
+    live = static(TINY, topology)
+    free = plan(TINY, topology, live, demand)
+    near = plan(TINY, topology, live, demand, max_cross_node_bytes=0)
+    assert _far_writes(topology, live, free) > 0
+    assert _far_writes(topology, live, near) == 0
+    assert balance(live, demand) < balance(near, demand) <= balance(free, demand)
+
+
+def _far_writes(topology, live, result):
+    node = [rank.node for rank in topology.ranks]
+    return sum(
+        change.after >= 0
+        and node[change.slot.rank]
+        not in {node[r] for r in np.nonzero(live.hosts[change.after])[0].tolist()}
+        for change in live.diff(result)
+    )
+
+
+def test_a_memory_bound_phase_is_levelled_by_experts_read():
+    spec = make_spec(num_experts=8, top_k=1, expert_bytes=10_000_000)
+    topology = make_topology([7, 7])
+    # rank 0 has the one expert with pairs; rank 1 has four that every batch reads as well
+    live = make_layout([[0, 1, 2, -1, -1, -1], [3, 4, 5, 6, 7, -1]], num_experts=8)
+    demand = np.array([[800.0, 1.0, 1.0, 100.0, 100.0, 100.0, 100.0, 100.0]])
+    by_pairs = plan(spec, topology, live, demand)
+    by_reads = plan(spec, topology, live, demand, batch_tokens=(200.0, 0.0))
+    assert by_pairs.replica_counts[0, 0] == 2, "pairs: the hot expert is split"
+    assert by_reads.replica_counts[0, 0] == 1, "readings: a second replica of it saves nothing"
+    assert by_reads.replica_counts[0, 3:].max() == 2, "one of five moves on"
+
+
+def test_batches_that_cannot_be_are_refused():
+    spec = make_spec()
+    live = make_layout([[0, 1, -1, -1], [2, 3, -1, -1]])
+    with pytest.raises(PolicyError, match="batch_tokens must be"):
+        plan(spec, make_topology([4, 4]), live, batch_tokens=(-1.0, 0.0))
+    with pytest.raises(PolicyError, match="max_cross_node_bytes must be"):
+        plan(spec, make_topology([4, 4]), live, max_cross_node_bytes=-1)
