@@ -50,9 +50,9 @@ windows one by one, moved by the gate's rule of accumulated regret alone; `gate`
 exhaustive search on these windows, `gate of mean` on their mean; `work` the work function
 algorithm; `eplb` every 10 windows; `last` the best layout for the last window, always; `never`
 stays. The adversary (ping-pong) sees the layout and asks for the worse of two sets, against each
-player anew; each set's hot expert has 1.97 to 4.01 times the mean load, as the layers of GPT-OSS-20B
-have, or, `hotter`, 2.4 to 4.5 times; `floor` is the ratio there of a player who goes to the best single layout for both
-sets and stays.""",
+player anew; each set's hot expert has 1.97 to 4.01 times the mean load, the range of GPT-OSS-20B's
+layers, or, `hotter`, 2.4 to 4.5 times; `floor` is the ratio there of a player who goes to the best
+single layout for both sets and stays.""",
     "clairvoyant": """The placement benchmark's timelines (all requests once), scored after the
 first plan: `incremental` with the production forecast after every window, and the same with the
 true next window as its only scenario, or its quarters, at the same budget of 8% of the slots a

@@ -137,9 +137,9 @@ def recorded(
 class PingPong:
     """Adversary: of two sets of shares, ask for the one that costs the layout it sees more.
 
-    Each set has its own hot expert, which gets `hot_over_mean` times the mean load, drawn from that
-    range: HOT_OVER_MEAN is what the layers of GPT-OSS-20B have, HOTTER is beyond. Same layouts, same
-    demand: nothing is random once it is made.
+    Each set has its own hot expert. Its load over the mean is drawn from `hot_over_mean`:
+    HOT_OVER_MEAN is the range of the layers of GPT-OSS-20B, HOTTER lies half a mean higher. Same
+    layouts, same demand: nothing is random once it is made.
     """
 
     def __init__(

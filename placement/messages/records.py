@@ -9,8 +9,8 @@ import msgspec
 class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One decision.
 
-    rule: name of the rule that spoke. Of a window: in_balance | out_of_balance | cooldown | paused |
-    plan_running | target_outstanding | not_ready | no_load. Of a target: nothing_better |
+    rule: name of the rule that spoke. Of a window: in_balance | out_of_balance | cooldown | paused
+    | plan_running | target_outstanding | not_ready | no_load. Of a target: nothing_better |
     gain_below_cost | gain_below_band | regret_below_cost, and for plans that start shift |
     regret_reached | pays_in_time. Others: initial | repair | budget | drain | asked | cleanup |
     target_stale | target_failed | step_aborted | plan_done | realised_gain | rank_lost |

@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("placement", "moe_serve")
 GENERATED = ROOT / "moe_serve" / "rpc" / "v1"
 SKIPPED_FOLDERS = frozenset(
-    {"__pycache__", ".git", ".venv", "node_modules", "build", "dist", "htmlcov"}
+    {"__pycache__", ".git", ".venv", "node_modules", "build", "dist", "htmlcov", ".peers"}
 )
 
 
