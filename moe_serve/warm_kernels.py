@@ -13,6 +13,7 @@ import moe_serve.router.kernels
 import moe_serve.shard.kernels
 import placement.eplb.even.kernels
 import placement.forecast.kernels
+import placement.planner.kernels
 import placement.policy.candidates.kernels
 import placement.policy.kernels
 import placement.policy.leveled.drops.kernels
@@ -25,6 +26,7 @@ WARMERS: tuple[Callable[[], None], ...] = (
     placement.split.kernels.warm,
     placement.split.pairs.kernels.warm,
     placement.forecast.kernels.warm,
+    placement.planner.kernels.warm,
     placement.policy.candidates.kernels.warm,
     placement.policy.kernels.warm,
     placement.policy.leveled.drops.kernels.warm,

@@ -46,6 +46,11 @@ class RebalanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Slot writes an automatic plan may hold."""
     max_bytes: Annotated[int, Meta(ge=0)] = 1 << 40
     """Bytes an automatic plan may copy."""
+    max_cross_node_bytes: Annotated[int, Meta(ge=0)] = 1 << 40
+    """Bytes an automatic plan may copy between nodes."""
+    uniform: bool = False
+    """The same number of slots for a layer on every rank, as engines with fixed slot tables need;
+    otherwise a rank's slots are a pool that its layers share."""
     floor: Annotated[int, Meta(ge=1, le=8)] = 1
     """Failure domains in which every expert has a replica, where memory allows."""
     staging_slots: Annotated[int, Meta(ge=0, le=64)] = 1

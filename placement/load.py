@@ -39,7 +39,8 @@ class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     sources_missing: routers and shards that did not report in time; their counts are absent, not
     zero. queued: int64 [phases, layers, experts], pairs of requests that waited in routers for a
     permit when the window closed: demand of a later window, in no count of this one. Zeros where
-    nothing waited or nobody knows.
+    nothing waited or nobody knows. calls: layer calls that demand came in, by phase; 0 where
+    nobody counted.
     """
 
     index: int
@@ -51,6 +52,7 @@ class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     rank_busy_s: Seconds
     sources_missing: tuple[str, ...] = ()
     queued: Counts = msgspec.field(default_factory=_unknown)
+    calls: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         """Windows written before `queued` existed, or made without it, get its zeros."""
@@ -63,6 +65,7 @@ class DemandReport(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What one router accepted since its last report. Deduplicated by (source, incarnation, seq).
 
     Sparse: `key` int32 [n] = (phase * layers + layer) * experts + expert, `pairs` int64 [n].
+    `calls`: layer calls that they came in, by phase; 0 where the source does not count them.
     """
 
     source: str
@@ -72,6 +75,7 @@ class DemandReport(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Reporter's monotonic time; only differences within one incarnation mean anything."""
     key: npt.NDArray[np.int32]
     pairs: Counts
+    calls: tuple[int, int] = (0, 0)
 
 
 class HotnessReport(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -216,8 +220,11 @@ class LoadFolder:
         Raises LoadError for keys, counts or lengths that cannot be; the report then stays unseen.
         """
         self._check(report.source, report.key, report.pairs)
+        if min(report.calls) < 0:
+            raise LoadError(f"{report.source}: calls must be >= 0, got {report.calls}")
         if not self._is_new(report.source, report.incarnation, report.seq):
             return False
+        self._calls = (self._calls[0] + report.calls[0], self._calls[1] + report.calls[1])
         np.add.at(self._demand[self._sub_window(at_s)].reshape(-1), report.key, report.pairs)
         return True
 
@@ -272,6 +279,7 @@ class LoadFolder:
             rank_busy_s=_frozen(self._rank_busy_s),
             sources_missing=tuple(sorted(self._expected - self._heard)),
             queued=_frozen(self._waiting()),
+            calls=self._calls,
         )
         self._index += 1
         self._open(at_s)
@@ -285,6 +293,7 @@ class LoadFolder:
         self._executed: Counts = np.zeros(per_expert, dtype=np.int64)
         self._rank_pairs: Counts = np.zeros((shape.num_ranks, shape.num_layers), dtype=np.int64)
         self._rank_busy_s: Seconds = np.zeros((shape.num_ranks, NUM_PHASES), dtype=np.float64)
+        self._calls = (0, 0)
         self._heard: set[str] = set()
         self._queued.clear()
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from moe_serve.router.checks import ForwardInput
 from placement.load import DemandReport
 from placement.split import count_ids
+from placement.topology import Phase
 
 REPORTS_KEPT_MAX = 256
 """Sealed reports that wait for an acknowledgement; beyond it only the time resolution suffers."""
@@ -51,6 +52,7 @@ class DemandLog:
         self._incarnation = incarnation
         self._sub_window_s = sub_window_s
         self._open = np.zeros((num_phases, num_layers, num_experts), np.int64)
+        self._calls = [0] * num_phases
         self._opened_at_s: float | None = None
         self._sealed: deque[DemandReport] = deque()
         self._next_seq = 1
@@ -65,6 +67,7 @@ class DemandLog:
         if self._opened_at_s is None:
             self._opened_at_s = at_s
         self._open[phase, layer] += pairs
+        self._calls[phase] += 1
         self.total_pairs += int(pairs.sum())
 
     def reports(self, acked_seq: int, at_s: float) -> tuple[DemandReport, ...]:
@@ -114,8 +117,10 @@ class DemandLog:
                 at_s=at_s,
                 key=key,
                 pairs=flat[key],
+                calls=(self._calls[Phase.PREFILL], self._calls[Phase.DECODE]),
             )
         )
         self._next_seq += 1
         flat[:] = 0
+        self._calls = [0] * len(self._calls)
         self._opened_at_s = None

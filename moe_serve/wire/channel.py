@@ -199,7 +199,11 @@ class ZmqShardChannel:
         """Send now, or when a full queue to a peer that reads nothing has room again."""
         if self._unsent or not self._sent(frames):
             self._unsent[key] = frames
-        # Sending may have taken the descriptor's only word of an answer that came meanwhile.
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        """After sending, which may have taken the descriptor's only word of an answer that came
+        meanwhile."""
         if has_input(self._socket):
             self._loop.call_soon(self._pump)
 
@@ -220,10 +224,15 @@ class ZmqShardChannel:
             self._take(receive_frames(self._socket))
         else:
             self._loop.call_soon(self._pump)
+        if self._unsent:
+            self._send_waiting()
+            self._ask_again()
+
+    def _send_waiting(self) -> None:
         while self._unsent:
             key = next(iter(self._unsent))
             if not self._sent(self._unsent[key]):
-                break
+                return
             del self._unsent[key]
 
     def _take(self, parts: list[zmq.Frame]) -> None:

@@ -1,8 +1,8 @@
 """The shard's end of the wire: one thread that owns a ROUTER socket.
 
 Responsible for receiving, decoding and handing over messages, and for sending answers given by any
-thread. Must never compute, block or touch slots. Called by the shard's server (which is its
-handler).
+thread. Must never block or touch slots; computes only what its handler chooses to, and as long
+receives nothing. Made by the shard's assembly, whose server is the handler.
 
 The thread is the only one that touches the socket. Other threads put answers into an outbox and
 wake it through a pipe. A message that cannot be decoded is answered with ERROR where its ids can be
@@ -199,7 +199,7 @@ class WireServer:
             poll.register(int(self._zap.getsockopt(zmq.FD)), select.POLLIN)
         try:
             while not self._stopping:
-                if not self._serve(socket) and not self._outbox:
+                if not self._serve(socket):
                     for descriptor, _ in poll.poll():
                         if descriptor == self._wake_read:
                             self._drain_pipe()
@@ -207,18 +207,21 @@ class WireServer:
             self._close()
 
     def _serve(self, socket: zmq.Socket[bytes]) -> bool:
-        """Take a burst and send what is to be sent; False where nothing had come."""
-        came = False
+        """Take a burst and send what is to be sent; False where there was nothing to do.
+
+        Sending counts: it may take in the very change the descriptor told of, which then is silent
+        about the message that came.
+        """
+        worked = False
         if self._zap is not None and has_input(self._zap):
             self._admit(self._zap)
-            came = True
+            worked = True
         if has_input(socket):
             self._receive(socket)
             if self._burst_ended is not None:
                 self._burst_ended()
-            came = True
-        self._flush(socket)
-        return came
+            worked = True
+        return self._flush(socket) or worked
 
     def _drain_pipe(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -249,8 +252,11 @@ class WireServer:
             return
         self._handler(message, reply)
 
-    def _flush(self, socket: zmq.Socket[bytes]) -> None:
+    def _flush(self, socket: zmq.Socket[bytes]) -> bool:
+        """Send what waits; False where nothing did."""
+        sent = False
         while self._outbox:
+            sent = True
             peer, frames = self._outbox.popleft()
             try:
                 send_frames(socket, (peer, *frames))
@@ -258,6 +264,7 @@ class WireServer:
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
                 self.dropped_answers += 1
+        return sent
 
     def _close(self) -> None:
         for socket in (self._socket, self._zap):

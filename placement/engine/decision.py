@@ -102,7 +102,10 @@ def _rest(turn: Turn, plan: Plan, planned: Sequence[int], refused: Sequence[Weig
     says nothing of layers it does not touch."""
     config = turn.config
     writes = sum(f.writes for f in plan.layers)
-    room = config.max_bytes - plan.copy_bytes >= turn.spec.expert_bytes
+    left = min(
+        config.max_bytes - plan.copy_bytes, config.max_cross_node_bytes - plan.cross_node_bytes
+    )
+    room = left >= turn.spec.expert_bytes
     touched = {f.layer for f in plan.layers}
     vain = [layer for layer in planned if layer not in touched]
     if writes >= config.max_moves or not room:

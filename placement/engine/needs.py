@@ -24,6 +24,7 @@ from placement.messages.effects import ComputeTarget, SetRankSlots
 from placement.planner import reachable_floor
 from placement.policy import POLICIES
 from placement.policy.base import PolicyInput
+from placement.policy.feasibility import reachable_uniform
 from placement.topology import Topology
 
 SPOKEN_FOR = frozenset({"repair", "budget", "drain"})
@@ -88,17 +89,36 @@ def _wanted_cause(turn: Turn) -> str | None:
 
 def below_floor(turn: Turn) -> bool:
     """Whether an expert has fewer failure domains than the floor that memory allows."""
-    topology = turn.topology()
-    floor = reachable_floor(
-        topology,
-        num_keys=turn.spec.num_keys,
-        floor=turn.config.floor,
-        staging_slots=turn.config.staging_slots,
-    )
-    layout = turn.layout()
+    topology, layout = turn.topology(), turn.layout()
+    floor = floor_of(turn, topology)
     if floor <= 1:
         return bool(layout.missing())
     return bool((domain_spread(layout, topology) < floor).any())
+
+
+def floor_of(turn: Turn, topology: Topology) -> int:
+    """Failure domains, at most the configured floor, that every expert can have; 0 = the ranks
+    cannot hold every expert."""
+    spec, config = turn.spec, turn.config
+    if not config.uniform:
+        return reachable_floor(
+            topology,
+            num_keys=spec.num_keys,
+            floor=config.floor,
+            staging_slots=config.staging_slots,
+        )
+    return reachable_uniform(
+        PolicyInput(
+            spec=spec,
+            topology=topology,
+            layout=turn.layout(),
+            scenarios=np.zeros((0, 0, 0, 0)),
+            weights=np.zeros(0),
+            floor=config.floor,
+            staging_slots=config.staging_slots,
+            uniform=True,
+        )
+    )
 
 
 def domain_spread(
@@ -177,11 +197,15 @@ def ask_target(
         max_moves=max_moves,
         layers=layers or (),
     )
-    limits: dict[str, int | None] = {"max_moves": config.max_moves, "max_bytes": config.max_bytes}
-    if cause == "initial":
-        limits = {"max_moves": None, "max_bytes": None}
-    elif cause in SPOKEN_FOR:
-        limits = {"max_moves": 0, "max_bytes": None}
+    limits: dict[str, int | None] = {
+        "max_moves": config.max_moves,
+        "max_bytes": config.max_bytes,
+        "max_cross_node_bytes": config.max_cross_node_bytes,
+    }
+    if cause == "initial" or cause in SPOKEN_FOR:
+        limits = dict.fromkeys(limits)
+        if cause in SPOKEN_FOR:
+            limits["max_moves"] = 0
     elif max_moves >= 0:
         limits["max_moves"] = max_moves
     scenarios, weights = wary_scenarios(turn) if cause == "auto" else scenarios_of(turn)
@@ -192,18 +216,13 @@ def ask_target(
         layout=layout,
         scenarios=scenarios,
         weights=weights,
-        floor=max(
-            1,
-            reachable_floor(
-                topology,
-                num_keys=turn.spec.num_keys,
-                floor=config.floor,
-                staging_slots=config.staging_slots,
-            ),
-        ),
+        floor=max(1, floor_of(turn, topology)),
         staging_slots=config.staging_slots,
         max_moves=limits["max_moves"],
         max_bytes=limits["max_bytes"],
+        max_cross_node_bytes=limits["max_cross_node_bytes"],
+        uniform=config.uniform,
+        batch_tokens=state.call_tokens,
         byte_price=config.byte_price,
         # Below the band a layer is planned until it is above it: else it would soon be back.
         balance_enough=terms_of(config).stop if layers is not None else config.balance_enough,

@@ -6,7 +6,7 @@ Responsible for asking `forecast` and `scoring`; decides nothing. Called by trig
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,10 @@ from placement.engine.turn import Turn
 from placement.forecast import forecast, mean_forecast, observe
 from placement.layout import ExpertLayout
 from placement.load import LoadError, LoadWindow, demand_rate
-from placement.planner.price import layer_seconds, leveled_pairs
+from placement.planner.price import compiled_of, slowest_seconds
 from placement.policy.base import PolicyInput
+from placement.policy.incremental import priced_demand
+from placement.split import CompiledLayer
 from placement.topology import NUM_PHASES
 
 FloatArray = npt.NDArray[np.float64]
@@ -27,6 +29,9 @@ PAST_WEIGHT = FAILED_WEIGHT = 0.25
 forecast has the rest."""
 FAILURES_KEPT = 3
 """Failures remembered of each layer: load that flips does so between few states."""
+CALL_KEEP = 0.8
+"""Share of the old mean size of calls that a window leaves: layers near the crossover must not be
+priced now as one regime, now as the other."""
 PAST_KEEP = 0.8
 """Weight of a kept window over that of the next one."""
 
@@ -43,8 +48,23 @@ def take_window(turn: Turn, window: LoadWindow) -> None:
         )
     ranks = sum(r.holds and not r.draining for r in state.ranks)
     history = state.history.with_window(window)
+    state.call_tokens = _call_tokens(turn, window)
     state.forecast = observe(state.forecast, state.history, window, max(1, ranks))
     state.history = history
+
+
+def _call_tokens(turn: Turn, window: LoadWindow) -> tuple[float, float]:
+    """Mean tokens of a layer call after a window; a phase that nobody called keeps its own."""
+    if not any(window.calls):
+        return turn.state.call_tokens
+    found = list(turn.state.call_tokens)
+    pairs = window.demand.sum(axis=(0, 2, 3)).tolist()
+    for phase, calls in enumerate(window.calls):
+        if calls > 0:
+            tokens = pairs[phase] / (turn.spec.top_k * calls)
+            old = found[phase]
+            found[phase] = CALL_KEEP * old + (1.0 - CALL_KEEP) * tokens if old > 0.0 else tokens
+    return found[0], found[1]
 
 
 def scenarios_of(turn: Turn) -> tuple[FloatArray, FloatArray]:
@@ -100,23 +120,23 @@ def expected_balance(turn: Turn) -> FloatArray:
 
     With equal ranks it is balancedness. Looked at each window, so layers stay compiled.
     """
-    demand = mean_forecast(turn.state.forecast, turn.state.history).sum(axis=0)
+    demand = _priced(turn, mean_forecast(turn.state.forecast, turn.state.history))
     demand[turn.layout().replica_counts == 0] = 0.0
     per_pair = seconds_per_pair(turn.spec, turn.topology())
     usable = np.array([r.holds and not r.draining for r in turn.state.ranks])
     fair_s = demand.sum(axis=1) / float((1.0 / per_pair[usable]).sum())
+    per_pair[~usable] = 0.0
     balance = np.ones(turn.spec.num_layers, dtype=np.float64)
     for layer in np.flatnonzero(fair_s > 0.0).tolist():
-        loads = leveled_pairs(turn.compiled(layer), demand[layer]) * per_pair
-        slowest_s = float(loads[usable].max())
-        if slowest_s > 0.0:
-            balance[layer] = min(1.0, float(fair_s[layer]) / slowest_s)
+        slowest_s = slowest_seconds(turn.compiled(layer), demand[layer : layer + 1], per_pair)
+        if slowest_s[0] > 0.0:
+            balance[layer] = min(1.0, float(fair_s[layer] / slowest_s[0]))
     return balance
 
 
 def has_demand(window: LoadWindow) -> bool:
     """Whether anything was asked for in the window."""
-    return int(window.demand.max(initial=0)) > 0
+    return bool(window.demand.any())
 
 
 def saving_by_layer(
@@ -127,22 +147,18 @@ def saving_by_layer(
 
     Only over layers whose experts all have replicas in both.
     """
-    seconds = window.end_s - window.start_s
-    if seconds <= 0.0 or before.num_ranks != after.num_ranks:
+    if before.num_ranks != after.num_ranks:
         return {}
-    request = PolicyInput(
-        spec=turn.spec,
-        topology=turn.topology(),
-        layout=after,
-        scenarios=window.demand.sum(axis=0).astype(np.float64)[None] / seconds,
-        weights=np.ones(1, dtype=np.float64),
+    whole = [
+        layer
+        for layer in layers
+        if before.replica_counts[layer].all() and after.replica_counts[layer].all()
+    ]
+    return _saved(
+        turn,
+        window,
+        {layer: (compiled_of(before, layer), compiled_of(after, layer)) for layer in whole},
     )
-    saved: dict[int, float] = {}
-    for layer in layers:
-        was, now = (layer_seconds(x, layer, request) for x in (before, after))
-        if was > 0.0 and now > 0.0:
-            saved[layer] = was - now
-    return saved
 
 
 def saved_by_candidate(turn: Turn, window: LoadWindow) -> FloatArray:
@@ -152,12 +168,46 @@ def saved_by_candidate(turn: Turn, window: LoadWindow) -> FloatArray:
     kept, layout = turn.state.candidate, turn.layout()
     if kept is None:
         return saved
-    used = set(np.nonzero(kept.slots >= 0)[0].tolist())
+    used = set(np.flatnonzero((kept.slots >= 0).any(axis=1)).tolist())
     gone = {r.rank for r in turn.state.ranks if r.draining or not r.holds}
     if used & gone or len(kept.slots) != len(turn.state.ranks):
         turn.state.candidate = None
         return saved
-    target = ExpertLayout(kept.slots, turn.spec.num_layers, turn.spec.num_experts)
-    for layer, gain in saving_by_layer(turn, window, layout, target, kept.layers).items():
+    whole = [layer for layer in kept.layers if layout.replica_counts[layer].all()]
+    pairs = {layer: (turn.compiled(layer), turn.compiled_candidate(layer)) for layer in whole}
+    for layer, gain in _saved(turn, window, pairs).items():
         saved[layer] = gain
     return saved
+
+
+def _saved(
+    turn: Turn, window: LoadWindow, layers: Mapping[int, tuple[CompiledLayer, CompiledLayer]]
+) -> dict[int, float]:
+    """Seconds a second that the window's demand costs more on the first of each two than on the
+    second; nothing for layers that nobody asked for."""
+    if not layers or window.end_s <= window.start_s:
+        return {}
+    demand = _priced(turn, demand_rate(window))
+    per_pair = seconds_per_pair(turn.spec, turn.topology())
+    saved: dict[int, float] = {}
+    for layer, two in layers.items():
+        row = demand[layer : layer + 1]
+        was, now = (float(slowest_seconds(compiled, row, per_pair)[0]) for compiled in two)
+        if was > 0.0:
+            saved[layer] = was - now
+    return saved
+
+
+def _priced(turn: Turn, demand: FloatArray) -> FloatArray:
+    """Demand [phases, layers, experts] over both phases, in the measure that policies lower:
+    float64 [layers, experts], pairs a second or what costs as much."""
+    request = PolicyInput(
+        spec=turn.spec,
+        topology=turn.topology(),
+        layout=turn.layout(),
+        scenarios=demand[None],
+        weights=np.ones(1, dtype=np.float64),
+        batch_tokens=turn.state.call_tokens,
+    )
+    priced: FloatArray = priced_demand(request)[0]
+    return priced

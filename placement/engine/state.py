@@ -250,6 +250,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     [FAILURES_KEPT, phases, layers, experts], pairs a second; zeros where they did not."""
     history: LoadHistory
     forecast: ForecastState
+    call_tokens: tuple[float, float] = (0.0, 0.0)
+    """Mean tokens of a layer call by phase, smoothed over windows; 0 where no router counted."""
     realised: Realised | None = None
     wake_at_s: float = NEVER_S
     next_step_id: int = 0

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from placement.config import RebalanceConfig
 from placement.engine.state import (
     NEVER_S,
@@ -37,6 +39,9 @@ class LayoutCache:
     layout: ExpertLayout | None = None
     compiled: dict[int, CompiledLayer] = field(default_factory=dict)
     """Layers of the layout indexed for the split, as far as they were asked for."""
+    candidate_slots: IntArray | None = None
+    candidate_compiled: dict[int, CompiledLayer] = field(default_factory=dict)
+    """The same of the kept target."""
     clean_at_revision: int = -1
     """Revision of the state that was found without orphan slots."""
 
@@ -135,6 +140,23 @@ class Turn:
             expert, rank = self.layout().layer_slots(layer)
             found = compile_layer(expert, rank, self.spec.num_experts, len(self.state.ranks))
             self.cache.compiled[layer] = found
+        return found
+
+    def compiled_candidate(self, layer: int) -> CompiledLayer:
+        """A layer of the kept target, indexed for the split."""
+        kept, cache = self.state.candidate, self.cache
+        assert kept is not None, "no target is kept"
+        if cache.candidate_slots is not kept.slots:
+            cache.candidate_slots = kept.slots
+            cache.candidate_compiled.clear()
+        found = cache.candidate_compiled.get(layer)
+        if found is None:
+            experts = self.spec.num_experts
+            low = layer * experts
+            rank, index = np.nonzero((kept.slots >= low) & (kept.slots < low + experts))
+            expert = kept.slots[rank, index] - low
+            found = compile_layer(expert, rank, experts, len(self.state.ranks))
+            cache.candidate_compiled[layer] = found
         return found
 
     def topology(self) -> Topology:

@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from placement.forecast.kernels import add_weighted, balances, deviate
+from placement.forecast.kernels import add_weighted, balances, blend, deviate, fold, lead
 from placement.forecast.shift import Shift, ShiftState, initial_shift, watch
 from placement.load import LoadError, LoadHistory, LoadWindow, demand_rate
 from placement.topology import Phase
@@ -130,20 +130,23 @@ def predict(name: str, state: ForecastState, history: LoadHistory) -> FloatArray
     """
     if not history.windows:
         raise LoadError("no closed window to forecast from; close one first")
+    return _predict(name, state, history.windows[-1], demand_rate(history.windows[-1]))
+
+
+def _predict(name: str, state: ForecastState, window: LoadWindow, last: FloatArray) -> FloatArray:
+    """`predict`; window: the last one, last: its rate."""
     kept = {
         "quarters": state.quarters,
         "window": state.mean,
         "ewma_short": state.ewma_short,
         "ewma_long": state.ewma_long,
         "change_point": state.change_point,
+        "last": last,
     }
     if name in kept:
         return kept[name]
-    last = demand_rate(history.windows[-1])
-    if name == "last":
-        return last
     if name == "prefill_leads":
-        return _led(state, history.windows[-1], last)
+        return _led(state, window, last)
     raise LoadError(f"forecaster {name!r} is not one of {', '.join(FORECASTERS)}")
 
 
@@ -157,33 +160,38 @@ def observe(
     without demand in a layer leave the layer's scores alone; the first window scores nothing and
     starts the averages.
     """
-    rate = demand_rate(window)
+    rate, recent = _folded(window)
     shift, began = watch(state.shift, window)
-    unbroken = np.full_like(began, len(window.demand))
+    parts = len(window.demand)
     if state.windows_seen == 0 or not history.windows:
-        recent = _since_shift(state.quarters, window, window, unbroken * 0)
+        began[:] = 0
+        started = _since_shift(state.quarters, window, window, began, recent)
         return ForecastState(
-            quarters=recent,
+            quarters=started,
             mean=rate,
             ewma_short=rate,
             ewma_long=rate,
-            change_point=recent,
+            change_point=started,
             scores=state.scores,
             shift=shift,
             windows_seen=state.windows_seen + 1,
             last_index=window.index,
         )
-    given = np.empty_like(state.scores)
+    before = history.windows[-1]
+    last, given = _folded(before)[0], np.empty_like(state.scores)
     for number, name in enumerate(FORECASTERS):
-        balances(predict(name, state, history), rate, num_ranks, given[number])
-    fresh = given if state.windows_seen == 1 else _smooth(state.scores, given, SCORE_KEEP)
+        balances(_predict(name, state, before, last), rate, num_ranks, given[number])
+    fresh = given
+    if state.windows_seen > 1:
+        fresh = SCORE_KEEP * state.scores + (1.0 - SCORE_KEEP) * given
     since = min(state.windows_seen + 1, history.kept)
+    unbroken = np.full_like(began, parts)
     return ForecastState(
-        quarters=_since_shift(state.quarters, window, window, unbroken),
+        quarters=_since_shift(state.quarters, before, window, unbroken, recent),
         mean=_smooth(state.mean, rate, 1.0 - 1.0 / since),
         ewma_short=_smooth(state.ewma_short, rate, SHORT_KEEP),
         ewma_long=_smooth(state.ewma_long, rate, LONG_KEEP),
-        change_point=_since_shift(state.change_point, history.windows[-1], window, began),
+        change_point=_since_shift(state.change_point, before, window, began, recent),
         scores=np.where(given >= 0.0, fresh, state.scores),
         shift=shift,
         windows_seen=state.windows_seen + 1,
@@ -247,10 +255,13 @@ def forecast(state: ForecastState, history: LoadHistory) -> Scenarios:
 
 
 def _mean(chosen: npt.NDArray[np.int64], state: ForecastState, history: LoadHistory) -> FloatArray:
-    mean = predict(FORECASTERS[0], state, history).copy()
-    for number in sorted(set(chosen.reshape(-1).tolist())):
+    if not history.windows:
+        raise LoadError("no closed window to forecast from; close one first")
+    window = history.windows[-1]
+    last, mean = _folded(window)[0], state.quarters.copy()
+    for number in sorted(set(chosen.reshape(-1).tolist()) - {0}):
         follows = chosen == number
-        mean[follows] = predict(FORECASTERS[number], state, history)[follows]
+        mean[follows] = _predict(FORECASTERS[number], state, window, last)[follows]
     return mean
 
 
@@ -273,57 +284,56 @@ def _regime(
 
 def _led(state: ForecastState, window: LoadWindow, last: FloatArray) -> FloatArray:
     """`prefill_leads`; where there is nothing to lead, the last window."""
-    led = last.copy()
-    queued = window.queued[Phase.PREFILL].astype(np.float64)
-    waiting = queued.sum(axis=1) > 0
-    led[Phase.PREFILL][waiting] = _scaled(queued, last[Phase.PREFILL])[waiting]
-    prefill, decode = (_shares(state.ewma_long[phase]) for phase in (Phase.PREFILL, Phase.DECODE))
-    ratio = np.divide(decode, prefill, out=np.ones_like(decode), where=prefill > 0)
-    lead = last[Phase.PREFILL] * np.clip(ratio, 1 / LEAD_SCALE_MAX, LEAD_SCALE_MAX)
-    leads = lead.sum(axis=1) > 0
-    led[Phase.DECODE][leads] = _scaled(lead, last[Phase.DECODE])[leads]
+    led = np.empty_like(last)
+    queued = window.queued[Phase.PREFILL]
+    prefill, decode = last[Phase.PREFILL], last[Phase.DECODE]
+    lead(queued, prefill, decode, state.ewma_long, LEAD_SCALE_MAX, led)
     return led
 
 
-def _shares(rate: FloatArray) -> FloatArray:
-    total = rate.sum(axis=1, keepdims=True)
-    shares: FloatArray = np.divide(rate, total, out=np.zeros_like(rate), where=total > 0)
-    return shares
-
-
-def _scaled(shape: FloatArray, like: FloatArray) -> FloatArray:
-    """Rows of `shape` with the sums of `like`: both [layers, experts]."""
-    scaled: FloatArray = _shares(shape) * like.sum(axis=1, keepdims=True)
-    return scaled
-
-
 def _smooth(old: FloatArray, new: FloatArray, keep: float) -> FloatArray:
-    smoothed: FloatArray = keep * old + (1.0 - keep) * new
+    smoothed = np.empty_like(old)
+    for phase in range(len(old)):
+        blend(old[phase], keep, new[phase], 1.0 - keep, smoothed[phase])
     return smoothed
 
 
+def _folded(window: LoadWindow) -> tuple[FloatArray, FloatArray]:
+    """(pairs a second of a window, what it adds to recency-weighted sub-windows), both float64
+    [phases, layers, experts]."""
+    rate, recent = (np.zeros(window.demand.shape[1:], dtype=np.float64) for _ in range(2))
+    seconds, parts = window.end_s - window.start_s, len(window.demand)
+    if seconds > 0:
+        weights = (1.0 - PART_KEEP) * PART_KEEP ** np.arange(parts, dtype=np.float64)[::-1]
+        fold(window.demand, weights * _parts_a_second(window), seconds, rate, recent)
+    return rate, recent
+
+
 def _since_shift(
-    old: FloatArray, before: LoadWindow, window: LoadWindow, began: npt.NDArray[np.int64]
+    old: FloatArray,
+    before: LoadWindow,
+    window: LoadWindow,
+    began: npt.NDArray[np.int64],
+    recent: FloatArray,
 ) -> FloatArray:
     """Recency-weighted sub-windows after a window, begun anew where a phase shifted: `began` as
-    `watch` says it. before: the window before.
+    `watch` says it. before: the window before. recent: what the window adds where none shifted.
     """
     parts = len(window.demand)
     result = np.empty_like(old)
     for phase, first in enumerate(began.tolist()):
-        ages = np.arange(parts, dtype=np.float64)[::-1]
         if first == parts:
-            weights = (1.0 - PART_KEEP) * PART_KEEP**ages
-            result[phase] = PART_KEEP**parts * old[phase]
-        else:
-            weights = (ages < parts - first) * PART_KEEP**ages
-            oldest = PART_KEEP**parts if first < 0 else 0.0
-            scale = 1.0 / (float(weights.sum()) + oldest)
-            weights *= scale
-            result[phase] = 0.0
-            if first < 0:
-                last = np.array([oldest * scale * _parts_a_second(before)])
-                add_weighted(before.demand[-1:, phase], last, result[phase])
+            blend(old[phase], PART_KEEP**parts, recent[phase], 1.0, result[phase])
+            continue
+        ages = np.arange(parts, dtype=np.float64)[::-1]
+        weights = (ages < parts - first) * PART_KEEP**ages
+        oldest = PART_KEEP**parts if first < 0 else 0.0
+        scale = 1.0 / (float(weights.sum()) + oldest)
+        weights *= scale
+        result[phase] = 0.0
+        if first < 0:
+            last = np.array([oldest * scale * _parts_a_second(before)])
+            add_weighted(before.demand[-1:, phase], last, result[phase])
         add_weighted(window.demand[:, phase], weights * _parts_a_second(window), result[phase])
     return result
 

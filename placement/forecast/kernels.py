@@ -55,6 +55,76 @@ def balances(planned: FloatArray, came: FloatArray, num_ranks: int, given: Float
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def fold(
+    counts: IntArray, weights: FloatArray, seconds: float, rate: FloatArray, recent: FloatArray
+) -> None:
+    """Sub-windows of a window in one pass: their sum a second into `rate`, their weighted sum into
+    `recent`. counts: [Q, P, L, E]. weights: [Q]. rate, recent: [P, L, E]. seconds > 0.
+    """
+    for phase in range(counts.shape[1]):
+        for layer in range(counts.shape[2]):
+            whole, weighted = rate[phase, layer], recent[phase, layer]
+            whole[:] = 0.0
+            weighted[:] = 0.0
+            for part in range(counts.shape[0]):
+                weight = weights[part]
+                for expert in range(counts.shape[3]):
+                    count = float(counts[part, phase, layer, expert])
+                    whole[expert] += count
+                    weighted[expert] += weight * count
+            for expert in range(counts.shape[3]):
+                whole[expert] /= seconds
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def blend(
+    old: FloatArray, keep: float, new: FloatArray, weight: float, blended: FloatArray
+) -> None:
+    """keep x old + weight x new into `blended`; all [L, E]."""
+    for layer in range(old.shape[0]):
+        for expert in range(old.shape[1]):
+            blended[layer, expert] = keep * old[layer, expert] + weight * new[layer, expert]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def lead(
+    queued: IntArray,
+    prefill: FloatArray,
+    decode: FloatArray,
+    usual: FloatArray,
+    most: float,
+    led: FloatArray,
+) -> None:
+    """`prefill_leads`. queued: [L, E], prefill pairs that wait. prefill, decode: [L, E], pairs a
+    second of the last window. usual: [P, L, E], long means. most: limit of an expert's ratio. led:
+    [P, L, E], results, every row with the sum of its last one.
+    """
+    experts = prefill.shape[1]
+    shape = np.empty(experts)
+    for layer in range(prefill.shape[0]):
+        waiting = queued[layer].sum()
+        came = prefill[layer].sum()
+        for expert in range(experts):
+            led[0, layer, expert] = prefill[layer, expert]
+            if waiting > 0:
+                led[0, layer, expert] = queued[layer, expert] * (came / waiting)
+        before, after = usual[0, layer].sum(), usual[1, layer].sum()
+        total = 0.0
+        for expert in range(experts):
+            ratio = 1.0
+            if usual[0, layer, expert] > 0.0:
+                share = usual[1, layer, expert] / after if after > 0.0 else 0.0
+                ratio = share / (usual[0, layer, expert] / before)
+            shape[expert] = prefill[layer, expert] * min(max(ratio, 1.0 / most), most)
+            total += shape[expert]
+        led[1, layer] = decode[layer]
+        if total > 0.0:
+            scale = decode[layer].sum() / total
+            for expert in range(experts):
+                led[1, layer, expert] = shape[expert] * scale
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def add_weighted(counts: IntArray, weights: FloatArray, total: FloatArray) -> None:
     """Add weights[q] x sub-window q of one phase to `total` [L, E]. counts: [Q, L, E]."""
     for part in range(counts.shape[0]):
@@ -90,9 +160,7 @@ def distances(counts: IntArray, reference: FloatArray, apart: FloatArray) -> Non
                 scale = 1.0 / total
                 common = 0.0
                 for expert in range(root.shape[0]):
-                    count = counts[part, phase, layer, expert]
-                    if count > 0:
-                        common += np.sqrt(count * scale) * root[expert]
+                    common += np.sqrt(counts[part, phase, layer, expert] * scale) * root[expert]
                 noise = (held - 1) / (4.0 * total)
                 apart[part, phase, layer] = max(0.0, 2.0 - 2.0 * common - noise)
 
@@ -164,12 +232,18 @@ def deviate(
 
 
 def warm() -> None:
-    """Compile what is called from Python, with the types it is called with."""
-    counts = np.ones((2, 1, 1, 2), dtype=np.int64)
-    mean = np.ones((1, 1, 2))
-    balances(mean, mean, 1, np.zeros((1, 1)))
-    add_weighted(counts[:, 0], np.ones(2), mean[0].copy())
-    distances(counts, mean, np.zeros((2, 1, 1)))
-    blend_shares(counts[:, 0], 0, mean[0], 0.0, 2.0)
-    order = np.zeros((1, 1), dtype=np.int64)
-    deviate(counts, order, np.ones(1), mean, 1.0, np.zeros((1, 1, 1, 2)))
+    """Compile what is called from Python, with the types it is called with: counts of a closed
+    window may not be written."""
+    mean = np.ones((2, 1, 2))
+    for frozen in (False, True):
+        counts = np.ones((2, 2, 1, 2), dtype=np.int64)
+        counts.setflags(write=not frozen)
+        add_weighted(counts[:, 0], np.ones(2), mean[0].copy())
+        fold(counts, np.ones(2), 1.0, mean.copy(), mean.copy())
+        lead(counts[0, 0], mean[0], mean[0], mean, 2.0, mean.copy())
+        distances(counts, mean, np.zeros((2, 2, 1)))
+        blend_shares(counts[:, 0], 0, mean[0].copy(), 0.0, 2.0)
+    balances(mean, mean, 1, np.zeros((2, 1)))
+    blend(mean[0], 0.5, mean[0], 0.5, mean[0].copy())
+    counts, order = np.ones((2, 2, 1, 2), dtype=np.int64), np.zeros((1, 2), dtype=np.int64)
+    deviate(counts, order, np.ones(1), mean, 1.0, np.zeros((1, 2, 1, 2)))

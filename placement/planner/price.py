@@ -1,7 +1,8 @@
 """What a layout costs and what its moves cost, in seconds.
 
 Responsible for the planner's two figures: predicted seconds a second of serving (sum over layers of
-the slowest rank, under the router's split), and seconds of the copies. Called by `make_plan`.
+the slowest rank, under the router's split), and seconds of the copies. Called by `make_plan` and by
+the engine.
 """
 
 from __future__ import annotations
@@ -13,55 +14,65 @@ import numpy.typing as npt
 
 from placement.cost import seconds_per_pair
 from placement.layout import ExpertLayout
+from placement.planner.kernels import slowest
 from placement.policy.base import PolicyInput
+from placement.policy.incremental import priced_demand
 from placement.scoring import balancedness, rank_load
-from placement.split import CompiledLayer, compile_layer, split_counts
+from placement.split import CompiledLayer, compile_layer
 
 FloatArray = npt.NDArray[np.float64]
-_UNITS = 1 << 30
-"""Whole units a layer's fractional demand is cut into before it is levelled."""
 
 
-def layer_seconds(layout: ExpertLayout, layer: int, request: PolicyInput) -> float:
-    """Seconds a second of the layer's slowest rank, mean over scenarios; 0 where an expert has no
-    replica yet.
+def slowest_seconds(
+    compiled: CompiledLayer, demand: FloatArray, per_pair: FloatArray
+) -> FloatArray:
+    """Seconds a second of a layer's slowest rank under the router's split: float64 [rows].
 
-    Experts without a replica have no cost that could be compared: repairing them is not a matter of
-    gain.
+    demand: float64 [rows, experts], pairs a second, >= 0; an expert without a replica is left out.
+    per_pair: float64 [ranks], seconds of a pair; 0 = the rank does not count.
     """
-    if (layout.replica_counts[layer] == 0).any():
-        return 0.0
-    per_pair = seconds_per_pair(request.spec, request.topology)
+    found = np.empty(len(demand), dtype=np.float64)
+    slowest(
+        np.ascontiguousarray(demand),
+        per_pair,
+        compiled.host_ptr,
+        compiled.host_rank,
+        compiled.host_expert,
+        compiled.shared,
+        compiled.rank_host_ptr,
+        compiled.rank_host,
+        compiled.first_slot,
+        found,
+    )
+    return found
+
+
+def compiled_of(layout: ExpertLayout, layer: int) -> CompiledLayer:
+    """A layer of the layout, indexed for the split."""
     expert, rank = layout.layer_slots(layer)
-    compiled = compile_layer(expert, rank, layout.num_experts, layout.num_ranks)
-    seconds = 0.0
-    for weight, scenario in zip(request.weights.tolist(), request.scenarios, strict=True):
-        loads = leveled_pairs(compiled, scenario[:, layer].sum(axis=0))
-        seconds += weight * float((loads * per_pair).max())
-    return seconds
-
-
-def leveled_pairs(compiled: CompiledLayer, demand: FloatArray) -> FloatArray:
-    """Pairs of each rank under the router's split of a fractional demand [experts]: float64
-    [ranks]."""
-    total = float(demand.sum())
-    if total <= 0.0:
-        return np.zeros(compiled.num_ranks, dtype=np.float64)
-    counts = np.rint(demand * (_UNITS / total)).astype(np.int64)
-    tokens = split_counts(compiled, counts)
-    loads = np.bincount(compiled.replica_rank, weights=tokens, minlength=compiled.num_ranks)
-    return np.asarray(loads * (total / _UNITS), dtype=np.float64)
+    return compile_layer(expert, rank, layout.num_experts, layout.num_ranks)
 
 
 def layer_gains(
     before: ExpertLayout, after: ExpertLayout, layers: Iterable[int], request: PolicyInput
 ) -> dict[int, tuple[float, float]]:
-    """(seconds a second before, of these saved) by layer; no gain for layers that had an expert
-    without a replica."""
+    """(seconds a second before, of these saved) by layer, mean over scenarios, in the measure
+    that the policy lowers; 0 where an expert had no replica: repairing is not a matter of gain."""
+    demand = priced_demand(request)
+    per_pair = seconds_per_pair(request.spec, request.topology)
     gains: dict[int, tuple[float, float]] = {}
     for layer in layers:
-        was = layer_seconds(before, layer, request)
-        gains[layer] = (was, was - layer_seconds(after, layer, request) if was > 0.0 else 0.0)
+        if (before.replica_counts[layer] == 0).any():
+            gains[layer] = (0.0, 0.0)
+            continue
+        was, now = (
+            float(
+                request.weights
+                @ slowest_seconds(compiled_of(layout, layer), demand[:, layer], per_pair)
+            )
+            for layout in (before, after)
+        )
+        gains[layer] = (was, was - now)
     return gains
 
 

@@ -78,7 +78,7 @@ def uniform_slots(request: PolicyInput) -> int:
     return min(least // request.spec.num_layers, request.spec.num_experts)
 
 
-def _reachable_uniform(request: PolicyInput) -> int:
+def reachable_uniform(request: PolicyInput) -> int:
     """`reachable_floor` of one layer of a uniform layout."""
     domain = domains(request.topology, request.staging_slots)
     own, experts = uniform_slots(request), request.spec.num_experts
@@ -145,7 +145,7 @@ def _check_batches(request: PolicyInput) -> None:
 
 
 def _check_uniform(request: PolicyInput) -> int:
-    reachable = _reachable_uniform(request)
+    reachable = reachable_uniform(request)
     if reachable < 1:
         usable = sum(request.topology.usable(r) for r in range(request.topology.num_ranks))
         own, experts = uniform_slots(request), request.spec.num_experts

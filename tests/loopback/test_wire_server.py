@@ -292,6 +292,41 @@ async def test_an_answer_to_a_peer_that_is_gone_is_dropped(
     assert server.alive
 
 
+class SlowToSend(WireServer):
+    """Messages come between its last look at the socket and its sending."""
+
+    def _flush(self, socket: zmq.Socket[bytes]) -> bool:
+        if self._outbox:
+            time.sleep(0.003)
+        return super()._flush(socket)
+
+
+@pytest.mark.asyncio
+async def test_a_message_that_comes_while_answers_are_sent_is_seen(
+    echo: Echo, context: zmq.asyncio.Context
+) -> None:
+    """Sending may take in the descriptor's only word of that message: without a second look the
+    server would sleep on it until another one came."""
+    slow = SlowToSend(echo)
+    slow.bind()
+    slow.start()
+    channel = ZmqShardChannel(address_of(slow), context=context)
+    echo.hold = True
+    try:
+        for i in range(20):
+            first = asyncio.create_task(channel.forward(sub_call(ROWS, [], call_id=i, sub_id=0)))
+            await until(lambda: len(echo.held) == 1)
+            echo.answer_all()  # from this thread: the server is woken only to send
+            await asyncio.sleep(0.001)
+            second = asyncio.create_task(channel.forward(sub_call(ROWS, [], call_id=i, sub_id=1)))
+            await until(lambda: len(echo.held) == 1, timeout_s=2.0)
+            echo.answer_all()
+            await asyncio.gather(first, second)
+    finally:
+        await channel.close()
+        slow.stop()
+
+
 def test_a_taken_port_is_refused_in_one_line(server: WireServer) -> None:
     port = int(server.address.rsplit(":", 1)[1])
     second = WireServer(Echo(), port=port)
