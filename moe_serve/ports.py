@@ -129,6 +129,7 @@ class SubReply:
     backlog_seq: int
     queue_s: float
     compute_s: float
+    """Its share, by pairs, of the seconds of the batch it was computed in."""
     detail: str = ""
 
 
@@ -193,7 +194,7 @@ class ShardReport:
     highest_term: int
     highest_epoch: int
     busy: bool
-    """True where the compute thread is working: silence of probes is then explained."""
+    """True where something is being computed: silence of probes is then explained."""
     counters: dict[str, float] = field(default_factory=dict)
 
 

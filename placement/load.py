@@ -224,7 +224,7 @@ class LoadFolder:
             raise LoadError(f"{report.source}: calls must be >= 0, got {report.calls}")
         if not self._is_new(report.source, report.incarnation, report.seq):
             return False
-        self._calls = (self._calls[0] + report.calls[0], self._calls[1] + report.calls[1])
+        self._calls += report.calls
         np.add.at(self._demand[self._sub_window(at_s)].reshape(-1), report.key, report.pairs)
         return True
 
@@ -279,7 +279,7 @@ class LoadFolder:
             rank_busy_s=_frozen(self._rank_busy_s),
             sources_missing=tuple(sorted(self._expected - self._heard)),
             queued=_frozen(self._waiting()),
-            calls=self._calls,
+            calls=(int(self._calls[0]), int(self._calls[1])),
         )
         self._index += 1
         self._open(at_s)
@@ -293,7 +293,7 @@ class LoadFolder:
         self._executed: Counts = np.zeros(per_expert, dtype=np.int64)
         self._rank_pairs: Counts = np.zeros((shape.num_ranks, shape.num_layers), dtype=np.int64)
         self._rank_busy_s: Seconds = np.zeros((shape.num_ranks, NUM_PHASES), dtype=np.float64)
-        self._calls = (0, 0)
+        self._calls: Counts = np.zeros(NUM_PHASES, dtype=np.int64)
         self._heard: set[str] = set()
         self._queued.clear()
 

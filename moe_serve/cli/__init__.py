@@ -5,9 +5,15 @@ talk to a running service other than through its admin port and `bootstrap`. Ray
 inside the commands that start or end a service.
 """
 
+INTERRUPTED = 130
+"""`ExitCode.INTERRUPTED`, which is loaded with the commands."""
+
 
 def main() -> None:
     """Run the command line of this process and exit with its code."""
-    from moe_serve.cli.app import app
-
+    try:
+        from moe_serve.cli.app import app
+    except KeyboardInterrupt:
+        # Loading takes a second, and the commands' own handling is not there yet.
+        raise SystemExit(INTERRUPTED) from None
     app(prog_name="moe-serve")

@@ -52,7 +52,11 @@ def load_config(path: str | Path) -> ServiceConfig:
     1:1."""
     file = Path(path)
     try:
-        data = file.read_bytes()
+        if file.exists() and not file.is_file():
+            # A pipe or a device may never end.
+            raise ConfigInvalid((_fault(str(path), None, "", "cannot be read: no regular file"),))
+        with file.open("rb") as stream:
+            data = stream.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigInvalid(
             (_fault(str(path), None, "", f"cannot be read: {error.strerror}"),)
@@ -69,7 +73,7 @@ def parse_config(data: bytes, file: str) -> ServiceConfig:
                     file,
                     None,
                     "",
-                    f"{len(data)} bytes; a service file has at most {FILE_BYTES_MAX}",
+                    f"too large; a service file has at most {FILE_BYTES_MAX} bytes",
                 ),
             )
         )

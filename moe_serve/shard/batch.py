@@ -2,7 +2,7 @@
 each.
 
 Responsible for merging and splitting arrays. Must never decide what is served: it is told which
-pairs are resident. Called by the shard's core on its compute thread.
+pairs are resident. Called by the shard's core on the thread whose turn it is to compute.
 
 Worked example: sub-call a has rows 0, 1 and b has row 0; row 1 of a names a stale slot. The batch
 has two rows, a's row 0 and b's row 0; a is answered [SERVED, STALE] with one partial row, b
@@ -50,6 +50,13 @@ class Admitted:
     def num_rows(self) -> int:
         """Rows that are computed."""
         return len(self.row_status) - int(np.count_nonzero(self.row_status))
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs that are computed."""
+        if self.pairs is None:
+            return len(self.work.call.pair_row)
+        return int(np.count_nonzero(self.pairs))
 
 
 def admit(work: Work, resident: npt.NDArray[np.bool_], num_absent: int) -> Admitted:

@@ -250,13 +250,10 @@ class ShardCore:
         """Pin a slot that is copied from. False where it does not hold that verified fill of that
         expert."""
         with self.lock:
-            if not 0 <= slot < self.slots.ledger.num_slots:
+            ledger = self.slots.ledger
+            if not 0 <= slot < ledger.num_slots:
                 return False
-            return self.slots.ledger.holder(slot) == (
-                layer,
-                expert,
-                tag,
-            ) and self.slots.ledger.pin_copy(slot, tag)
+            return ledger.holder(slot) == (layer, expert, tag) and ledger.pin_copy(slot, tag)
 
     # --------------------------------------------------------------------------- terms and tables
     def accept_term(self, term: int) -> None:
@@ -320,26 +317,28 @@ class ShardCore:
             return self._busy
 
     def _serve_batch(self) -> None:
-        with self.lock:
-            works = self._queue.take()
-            now_s = self.clock()
-            named = np.zeros(len(self.keys), np.bool_)
-            admitted = [self._admit(work, now_s, named) for work in works]
-            # Also slots of refused rows: it is their pairs that are resident.
-            pinned = np.flatnonzero(named)
-            self.slots.ledger.pin(pinned)
-        if not admitted:
-            return
+        works: list[Work] = []
         try:
-            answers = self._forward(admitted, now_s)
+            with self.lock:
+                works = self._queue.take()
+                now_s = self.clock()
+                named = np.zeros(len(self.keys), np.bool_)
+                admitted = [self._admit(work, now_s, named) for work in works]
+                # Also slots of refused rows: it is their pairs that are resident.
+                pinned = np.flatnonzero(named)
+                self.slots.ledger.pin(pinned)
+            if not works:
+                return
+            try:
+                answers = self._forward(admitted, now_s)
+            finally:
+                self.unpin(pinned)
         except BaseException:
-            for one in admitted:
-                one.work.reply(Unavailable("the compute thread has ended"))
+            for work in works:
+                work.reply(Unavailable("the thread that computed has ended"))
             raise
-        finally:
-            self.unpin(pinned)
-        for one, answer in zip(admitted, answers, strict=True):
-            one.work.reply(answer)
+        for work, answer in zip(works, answers, strict=True):
+            work.reply(answer)
 
     def _admit(self, work: Work, now_s: float, named: npt.NDArray[np.bool_]) -> Admitted:
         """The fence: under the lock, at the moment the batch is taken. Sets `named` [slots] for the
@@ -403,11 +402,12 @@ class ShardCore:
             out.fill(0.0)
         ended_s = self.clock()
         self._estimate.ended(num_pairs, ended_s - began_s, ended_s)
+        pair_s = (ended_s - began_s) / max(1, num_pairs)
         entries = [self.ledger.entry(o.work.call, o.pairs) for o in admitted if o.num_rows]
         replies = []
         for i, one in enumerate(admitted):
             partial = partial_rows(one.work.call, out, batch.begin[i], batch.begin[i + 1])
-            replies.append(self._reply(one, partial, now_s, ended_s - began_s))
+            replies.append(self._reply(one, partial, now_s, one.num_pairs * pair_s))
         # Everything large is allocated by now. Where memory was too short for it, the batch is
         # computed again, so nothing of it may have been counted.
         if work is not None:

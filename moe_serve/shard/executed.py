@@ -1,8 +1,8 @@
 """What a shard has executed: hotness by (phase, layer, expert), and a ledger of every contribution.
 
 Responsible for counting each executed pair once and keeping reports until they are acknowledged.
-Must never count probes, refused rows or padding. Called by the shard's core, from its compute
-thread and from the thread that answers `report`.
+Must never count probes, refused rows or padding. Called by the shard's core, from the thread that
+computed and from the one that answers `report`.
 
 Worked example: 3 pairs of expert 5 in layer 1 of 2 x 8 experts in phase 0 (prefill) are counted
 under key (0 * 2 + 1) * 8 + 5 = 13.

@@ -2,12 +2,11 @@
 gated add, count, bfloat16.
 
 Responsible for arithmetic on arrays; all but `count_unsound` trust what is in them. Must never keep
-state or decide anything. Called by `moe_serve.shard.compute` and `moe_serve.shard.rows`; each
-kernel has a numpy reference in the tests.
+state or decide anything. Called by `moe_serve.shard.compute`, by `rows`, and by the core and its
+parts (`executed`, `sub_call_checks`); each kernel has a numpy reference in the tests.
 
 Signatures are explicit: arguments that are only read are declared read-only (wire buffers are), so
-that both kinds of array fit one compiled form, and no kernel is compiled while a request waits.
-No
+that both kinds of array fit one compiled form, and no kernel is compiled while a request waits. No
 kernel assumes finite values: a NaN stays in its row.
 """
 

@@ -101,12 +101,11 @@ def _shapes(call: SubCall, model: ServedModel) -> list[FieldViolation]:
     )
     for name, array, dtype, length in vectors:
         if array.shape != (length,) or array.dtype != dtype:
-            found.append(
-                FieldViolation(
-                    name,
-                    f"must be {dtype.__name__} [{length}] (got {array.dtype} {list(array.shape)})",
-                )
-            )
+            problem = f"must be {dtype.__name__} [{length}] (got {array.dtype} {list(array.shape)})"
+            found.append(FieldViolation(name, problem))
+        elif not array.flags.c_contiguous:
+            # Compiled loops take no other form; what they refuse would end the computing thread.
+            found.append(FieldViolation(name, "must be contiguous (it has gaps)"))
     if num_pairs > num_rows * model.top_k:
         found.append(
             FieldViolation(

@@ -25,12 +25,16 @@ import msgspec
 import numpy as np
 
 from placement.eplb import EplbError
-from placement.eplb.arguments import check
+from placement.eplb.arguments import check, whole
 from placement.eplb.plan import plan
-from placement.eplb.tensors import IntArray, to_float, to_int
+from placement.eplb.tensors import IntArray, summed, to_float, to_int
 
 MAP: Final = "physical_to_logical_map"
 COUNT: Final = "logical_count"
+RECORDS: Final = "records"
+LAST_MAP: Final = f"last_{MAP}"
+COUNT_MAX: Final = 1 << 53
+"""Pairs of one dump's pass: sums of many stay far from the end of int64."""
 
 
 def location_mapping(physical_to_logical: object) -> dict[str, list[list[int]]]:
@@ -63,17 +67,9 @@ def read_location(location: str | bytes | Mapping[str, object]) -> dict[str, Int
 
     Raises EplbError for other keys, shapes and ids.
     """
-    if isinstance(location, Mapping):
-        found: Mapping[str, object] = location
-    else:
-        try:
-            found = msgspec.json.decode(location, type=dict[str, Any])
-        except msgspec.DecodeError as fault:
-            raise EplbError(
-                "location", f"is not a JSON object ({fault})", "pass the text of the .json file"
-            ) from fault
+    found = location if isinstance(location, Mapping) else _decoded(location)
     if MAP in found:
-        others = sorted(set(found) - {MAP})
+        others = sorted(map(str, set(found) - {MAP}))
         if others:
             raise EplbError(
                 "location",
@@ -84,7 +80,9 @@ def read_location(location: str | bytes | Mapping[str, object]) -> dict[str, Int
     if COUNT in found:
         return {COUNT: logical_counts([found])}
     raise EplbError(
-        "location", f"has neither {MAP} nor {COUNT}: {', '.join(sorted(found))}", "pass one of them"
+        "location",
+        f"has neither {MAP} nor {COUNT}: {', '.join(sorted(map(str, found))) or 'it is empty'}",
+        "pass one of them",
     )
 
 
@@ -105,10 +103,11 @@ def logical_counts(
 
     Raises EplbError where a dump has neither form or dumps differ in form or shape.
     """
-    if not dumps:
+    packs = _mappings("dumps", dumps)
+    if not packs:
         raise EplbError("dumps", "is empty", "pass at least one loaded file")
-    if all(COUNT in dump for dump in dumps):
-        parts = [_steps(f"dumps[{i}].{COUNT}", dump[COUNT]) for i, dump in enumerate(dumps)]
+    if all(COUNT in dump for dump in packs):
+        parts = [_steps(f"dumps[{i}].{COUNT}", dump[COUNT]) for i, dump in enumerate(packs)]
         if len({part.shape[1:] for part in parts}) > 1:
             raise EplbError(
                 "dumps", "differ in layers or experts", "pass dumps of one model at a time"
@@ -116,11 +115,11 @@ def logical_counts(
         counts = np.concatenate(parts)
         used = counts[counts.any(axis=(1, 2))]
         return used if len(used) else counts[:1]
-    if all("records" in dump and f"last_{MAP}" in dump for dump in dumps):
-        return _passes(dumps, num_experts)
+    if all(RECORDS in dump and LAST_MAP in dump for dump in packs):
+        return _passes(packs, num_experts)
     raise EplbError(
         "dumps",
-        f"must all hold {COUNT}, or all hold records and last_{MAP}",
+        f"must all hold {COUNT}, or all hold {RECORDS} and {LAST_MAP}",
         "pass what torch.load gave for files of one recorder mode",
     )
 
@@ -136,9 +135,32 @@ def plan_init_location(
     load = to_float("counts", counts)
     history = None
     if load.ndim == 3:
-        history, load = load, load.sum(axis=0)
+        history, load = load, summed(load)
     problem = check(load, (num_replicas, num_groups, num_nodes, num_gpus), None, history, None)
     return location_json(plan(problem, "equal"))
+
+
+def _decoded(text: object) -> Mapping[str, object]:
+    remedy = "pass the text of the .json file, or the mapping of the .pt file"
+    if not isinstance(text, str | bytes | bytearray | memoryview):
+        raise EplbError("location", f"must be JSON text, got {type(text).__name__}", remedy)
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError, ValueError) as fault:
+        raise EplbError("location", f"is not a JSON object ({fault})", remedy) from fault
+
+
+def _mappings(name: str, values: object) -> Sequence[Mapping[str, Any]]:
+    """A list of mappings."""
+    remedy = "pass a list of what torch.load gave, as SGLang wrote it"
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise EplbError(name, f"must be a list of mappings, got {type(values).__name__}", remedy)
+    for number, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise EplbError(
+                f"{name}[{number}]", f"must be a mapping, got {type(value).__name__}", remedy
+            )
+    return values
 
 
 def _checked_map(name: str, values: object) -> IntArray:
@@ -147,16 +169,16 @@ def _checked_map(name: str, values: object) -> IntArray:
         raise EplbError(
             name, f"must have shape [layers, physical], got {found.shape}", "pass one row a layer"
         )
-    missing = np.setdiff1d(np.arange(int(found.max()) + 1), found)
-    if found.min() < 0 or len(missing):
+    least, most = int(found.min()), int(found.max())
+    if least < 0 or most >= found.shape[1] or len(np.unique(found)) <= most:
         raise EplbError(
             name,
-            f"must name expert ids from 0 on without a gap, got {int(found.min())} to "
-            f"{int(found.max())}",
+            f"must name expert ids from 0 on without a gap, got {least} to {most} in layers of "
+            f"{found.shape[1]} slots",
             "SGLang needs every slot filled and every expert somewhere",
         )
     for layer, row in enumerate(found):
-        lost = np.setdiff1d(np.arange(int(found.max()) + 1), row)
+        lost = np.setdiff1d(np.arange(most + 1), row)
         if len(lost):
             raise EplbError(
                 f"{name}[{layer}]",
@@ -170,39 +192,57 @@ def _steps(name: str, values: object) -> IntArray:
     counts = to_int(name, values)
     if counts.ndim == 2:
         counts = counts[None]
-    if counts.ndim != 3 or 0 in counts.shape or counts.min() < 0:
+    if counts.ndim != 3 or 0 in counts.shape:
         raise EplbError(
             name,
-            f"must be counts >= 0 of shape [passes, layers, experts], got {counts.shape}",
+            f"must be counts >= 0 of shape [passes, layers, experts], none of which is 0, got "
+            f"{counts.shape}",
+            "pass the dump as SGLang wrote it",
+        )
+    if counts.min() < 0 or counts.sum(axis=(1, 2), dtype=np.float64).max() > COUNT_MAX:
+        raise EplbError(
+            name,
+            f"must be counts >= 0, at most {COUNT_MAX} a pass, got {int(counts.min())} to "
+            f"{int(counts.max())}",
             "pass the dump as SGLang wrote it",
         )
     return counts
 
 
 def _passes(dumps: Sequence[Mapping[str, Any]], num_experts: int | None) -> IntArray:
-    maps = [_checked_map(f"dumps[{i}].last_{MAP}", d[f"last_{MAP}"]) for i, d in enumerate(dumps)]
-    experts = int(max(found.max() for found in maps)) + 1 if num_experts is None else num_experts
+    maps = [_checked_map(f"dumps[{i}].{LAST_MAP}", dump[LAST_MAP]) for i, dump in enumerate(dumps)]
+    seen = int(max(found.max() for found in maps)) + 1
+    experts = seen if num_experts is None else whole("num_experts", num_experts, seen)
     by_pass: dict[int, IntArray] = {}
     for number, (dump, found) in enumerate(zip(dumps, maps, strict=True)):
-        if found.shape != maps[0].shape or int(found.max()) >= experts:
+        if found.shape != maps[0].shape:
             raise EplbError(
-                f"dumps[{number}].last_{MAP}",
-                f"has shape {found.shape} and experts up to {int(found.max())}; the first dump has "
-                f"{maps[0].shape}, num_experts is {experts}",
+                f"dumps[{number}].{LAST_MAP}",
+                f"has shape {found.shape}, that of the first dump {maps[0].shape}",
                 "pass dumps of one model at a time",
             )
         layer = np.broadcast_to(np.arange(len(found))[:, None], found.shape)
-        for record in dump["records"]:
-            name = f"dumps[{number}].global_physical_count"
-            physical = _steps(name, record["global_physical_count"])[0]
-            if physical.shape != found.shape:
-                raise EplbError(
-                    name, f"has shape {physical.shape}, its map {found.shape}", "see the dump"
-                )
-            counts = by_pass.setdefault(
-                int(record["forward_pass_id"]), np.zeros((len(found), experts), dtype=np.int64)
-            )
-            np.add.at(counts, (layer, found), physical)
+        name = f"dumps[{number}].{RECORDS}"
+        for at, record in enumerate(_mappings(name, dump[RECORDS])):
+            key, physical = _record(f"{name}[{at}]", record, found.shape)
+            if key not in by_pass:
+                by_pass[key] = np.zeros((len(found), experts), dtype=np.int64)
+            np.add.at(by_pass[key], (layer, found), physical)
     if not by_pass:
         raise EplbError("dumps", "hold no record", "record at least one forward pass")
     return np.stack([by_pass[key] for key in sorted(by_pass)])
+
+
+def _record(name: str, record: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, IntArray]:
+    """Number of the forward pass and its counts, int64 [layers, physical]."""
+    key = to_int(f"{name}.forward_pass_id", record.get("forward_pass_id"))
+    if key.ndim != 0:
+        raise EplbError(
+            f"{name}.forward_pass_id", f"must be one integer, got {key.shape}", "see the dump"
+        )
+    where = f"{name}.global_physical_count"
+    counts = _steps(where, record.get("global_physical_count"))
+    if len(counts) != 1 or counts.shape[1:] != shape:
+        got = counts.shape[1:] if len(counts) == 1 else counts.shape
+        raise EplbError(where, f"has shape {got}, its map {shape}", "see the dump")
+    return int(key), counts[0]

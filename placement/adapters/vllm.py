@@ -11,12 +11,21 @@ looks policies up in, under a name that its configuration accepts:
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Final
 
-from placement.eplb import Split, inverse
+from placement.eplb import EplbError, Split, inverse
 from placement.eplb.arguments import check
 from placement.eplb.plan import plan
-from placement.eplb.tensors import IntArray, TensorLike, in_kind_of, to_float, to_int
+from placement.eplb.tensors import IntArray, TensorLike, in_kind_of, summed, to_float, to_int
+
+LIVE: Final = "old_global_expert_indices"
+NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {"current": LIVE, "history": "weight", "num_gpus": "num_ranks"}
+)
+"""What an argument is called here and in vLLM."""
 
 
 class EplbPolicy:
@@ -64,11 +73,23 @@ class EplbPolicy:
         load = to_float("weight", weight)
         history = None
         if load.ndim == 3:
-            history, load = load, load.sum(axis=0)
-        current = None if live is None else to_int("old_global_expert_indices", live)
-        if current is not None and current.shape[-1] != counts[0]:
+            history, load = load, summed(load)
+        current = None if live is None else to_int(LIVE, live)
+        if current is not None and current.ndim == 2 and current.shape[1] != counts[0]:
             current = None
-        return plan(check(load, counts, current, history, cls.max_moves), cls.split)
+        try:
+            return plan(check(load, counts, current, history, cls.max_moves), cls.split)
+        except EplbError as fault:
+            raise _renamed(fault) from fault
+
+
+def _renamed(fault: EplbError) -> EplbError:
+    """The refusal with the arguments called as vLLM calls them."""
+    argument, problem, remedy = fault.argument, fault.problem, fault.remedy
+    for ours, theirs in NAMES.items():
+        word = re.compile(rf"\b{ours}\b")
+        argument, problem, remedy = (word.sub(theirs, text) for text in (argument, problem, remedy))
+    return EplbError(argument, problem, remedy)
 
 
 class EplbMapsPolicy(EplbPolicy):

@@ -11,7 +11,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from placement.engine.state import NEVER_S, PlanAsk, RankStatus, StoredPlan
+from placement.engine.needs import floor_of, what_changed
+from placement.engine.state import NEVER_S, PlanAsk, RankStatus
 from placement.engine.supervise import cancel_run
 from placement.engine.turn import Turn
 from placement.messages.effects import Answer, SetRankSlots
@@ -26,7 +27,7 @@ from placement.messages.events import (
     ResumeAsked,
     UndrainAsked,
 )
-from placement.planner import missing_slots, reachable_floor
+from placement.planner import missing_slots, missing_uniform
 from placement.topology import Topology
 
 ASKS_MAX = 8
@@ -101,6 +102,10 @@ def _changed(topology: Topology, rank: int, **fields: object) -> Topology:
 
 
 def _missing(turn: Turn, topology: Topology, floor: int) -> int:
+    if turn.config.uniform:
+        return missing_uniform(
+            topology, turn.spec, floor=floor, staging_slots=turn.config.staging_slots
+        )
     return missing_slots(
         topology,
         num_keys=turn.spec.num_keys,
@@ -186,15 +191,7 @@ def budget_asked(turn: Turn, event: BudgetAsked) -> None:
         return
     before = turn.topology()
     if slots < rank.num_slots:
-        floor = max(
-            1,
-            reachable_floor(
-                before,
-                num_keys=turn.spec.num_keys,
-                floor=turn.config.floor,
-                staging_slots=turn.config.staging_slots,
-            ),
-        )
+        floor = max(1, floor_of(turn, before))
         short = _missing(turn, _changed(before, event.rank, num_slots=slots), floor)
         if short:
             missing = short * turn.spec.slot_bytes
@@ -299,17 +296,3 @@ def apply_asked(turn: Turn, event: ApplyAsked) -> None:
         f"{len(stored.plan.moves)} moves are started",
         plan_id=event.plan_id,
     )
-
-
-def what_changed(turn: Turn, stored: StoredPlan) -> str:
-    """What the plan touches and is not as it was, in words; "" where all is."""
-    layout = turn.layout()
-    limit = {r.rank: r.num_slots if r.alive else 0 for r in turn.topology().ranks}
-    for rank, index, key in stored.slots:
-        if index >= limit[rank] or int(layout.slots[rank, index]) != key:
-            return f"rank {rank} slot {index} changed since the plan was computed"
-    for key, hosts in stored.hosts:
-        layer, expert = divmod(key, turn.spec.num_experts)
-        if list(layout.ranks_of(layer, expert)) != hosts:
-            return f"layer {layer} expert {expert} changed since the plan was computed"
-    return ""

@@ -16,6 +16,7 @@ from placement.engine.state import (
     RankState,
     RankStatus,
     SlotUse,
+    StoredPlan,
 )
 from placement.engine.tables import JOIN_GRACE_S
 from placement.engine.turn import Turn
@@ -46,7 +47,11 @@ def next_need(turn: Turn) -> bool:
         return True
     if state.apply_next is not None:
         stored, state.apply_next = state.apply_next, None
-        start_run(turn, stored.plan, "asked", rule="asked", plan_id=stored.plan_id)
+        changed = what_changed(turn, stored)
+        if changed:  # while the plan before it ended
+            turn.record("asked", "refused", f"plan {stored.plan_id}: {changed}")
+        else:
+            start_run(turn, stored.plan, "asked", rule="asked", plan_id=stored.plan_id)
         return True
     if state.asks and not turn.layout().missing():
         ask = state.asks.pop(0)
@@ -55,6 +60,20 @@ def next_need(turn: Turn) -> bool:
         )
         return True
     return False
+
+
+def what_changed(turn: Turn, stored: StoredPlan) -> str:
+    """What the plan touches and is not as it was, in words; "" where all is."""
+    layout = turn.layout()
+    limit = {r.rank: r.num_slots if r.alive else 0 for r in turn.topology().ranks}
+    for rank, index, key in stored.slots:
+        if index >= limit[rank] or int(layout.slots[rank, index]) != key:
+            return f"rank {rank} slot {index} changed since the plan was computed"
+    for key, hosts in stored.hosts:
+        layer, expert = divmod(key, turn.spec.num_experts)
+        if list(layout.ranks_of(layer, expert)) != hosts:
+            return f"layer {layer} expert {expert} changed since the plan was computed"
+    return ""
 
 
 def _ready(turn: Turn) -> bool:

@@ -21,7 +21,7 @@ that it takes."""
 
 
 class ShiftSeen(NamedTuple):
-    """layers: bool [layers], whose demand has just shifted: all, for traffic shifts as a whole.
+    """layers: bool [layers], whose demand has just shifted; all, where only their sum shows it.
     words, numbers: for a record; empty where nothing shifted."""
 
     layers: BoolArray
@@ -35,9 +35,11 @@ def shift_seen(turn: Turn) -> ShiftSeen:
     found = state.forecast.shift.latest
     if found is None or not 0 <= state.forecast.last_index - found.found_window < FRESH_WINDOWS:
         return ShiftSeen(np.zeros(layers, np.bool_), "", {})
+    shifted = np.zeros(layers, np.bool_)
+    shifted[list(found.near) or slice(None)] = True
     phase = Phase(found.phase).name.lower()
     return ShiftSeen(
-        np.ones(layers, np.bool_),
+        shifted,
         f"{phase} shifted in {found.layers} of {layers} layers in window {found.since_window}, "
         f"part {found.since_part}: {found.distance:.3g} from before, usual is {found.usual:.3g}",
         {

@@ -12,9 +12,12 @@ import numpy as np
 
 from placement.eplb.errors import EplbError
 from placement.eplb.tensors import FloatArray, IntArray, to_float, to_int
+from placement.split import RANKS_MAX
 
 COUNT_MAX: Final = 1 << 20
 """Largest number of replicas, groups, nodes, gpus: a guard against a mistaken argument."""
+GPUS_MAX: Final = RANKS_MAX
+"""Largest num_gpus: what the splitter takes that scores a plan."""
 EMPTY: Final = -1
 """A slot of `current` that holds nothing."""
 
@@ -74,7 +77,7 @@ def check(
                 "pass the same layers and experts, oldest interval first",
             )
     if max_moves is not None:
-        max_moves = _whole("max_moves", max_moves, 0)
+        max_moves = whole("max_moves", max_moves, 0)
     held = None if current is None else _check_current(current, load.shape, checked)
     return Problem(load, checked, held, past, max_moves)
 
@@ -97,13 +100,17 @@ def _loads(name: str, values: object, axes: str, ndim: int) -> FloatArray:
 def _check_counts(counts: tuple[int, int, int, int], num_experts: int) -> Counts:
     names = ("num_replicas", "num_groups", "num_nodes", "num_gpus")
     replicas, groups, nodes, gpus = (
-        _whole(name, value, 1) for name, value in zip(names, counts, strict=True)
+        whole(name, value, 1) for name, value in zip(names, counts, strict=True)
     )
     if replicas < num_experts:
         raise EplbError(
             "num_replicas",
             f"{replicas} replicas cannot hold {num_experts} experts",
             f"pass at least {num_experts}, rounded up to a multiple of num_gpus {gpus}",
+        )
+    if gpus > GPUS_MAX:
+        raise EplbError(
+            "num_gpus", f"must be in [1, {GPUS_MAX}], got {gpus}", "pass the real number"
         )
     if replicas % gpus != 0:
         raise EplbError(
@@ -128,7 +135,8 @@ def _check_counts(counts: tuple[int, int, int, int], num_experts: int) -> Counts
     return Counts(replicas, groups, nodes, gpus)
 
 
-def _whole(name: str, value: int, least: int) -> int:
+def whole(name: str, value: int, least: int) -> int:
+    """`value` as int, in [least, COUNT_MAX]. Raises EplbError."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise EplbError(name, f"must be an integer, got {type(value).__name__}", "pass an int")
     if not least <= value <= COUNT_MAX:

@@ -7,7 +7,7 @@ and `placement.adapters`.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,16 @@ from placement.eplb.errors import EplbError
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+
+_UNFIT: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @runtime_checkable
@@ -34,6 +44,10 @@ class TensorLike(Protocol):
         """As float64: numpy knows no bfloat16."""
         ...
 
+    def is_complex(self) -> bool:
+        """Whether a real number would be a part of it."""
+        ...
+
     def long(self) -> Any:
         """As int64."""
         ...
@@ -45,25 +59,30 @@ class TensorLike(Protocol):
 
 def to_float(name: str, values: object) -> FloatArray:
     """`values` as float64, any shape. Raises EplbError where it is no array of real numbers."""
-    if isinstance(values, TensorLike):
-        values = values.detach().cpu().double().numpy()
-    array = _array(name, values)
+    array = _array(name, values, real=True)
     if array.dtype.kind not in "biuf":
         raise EplbError(
             name, f"must hold real numbers, got dtype {array.dtype}", "pass integers or floats"
         )
-    return array.astype(np.float64)
+    with np.errstate(over="ignore"):  # of a longer float: infinite here, which the caller refuses
+        return array.astype(np.float64)
+
+
+def summed(load: FloatArray) -> FloatArray:
+    """[intervals, layers, experts] as one load [layers, experts], in shares of an interval: a sum
+    may leave what a float holds."""
+    with np.errstate(invalid="ignore"):  # infinities, which the caller refuses
+        mean: FloatArray = (load / len(load)).sum(axis=0) if len(load) else load.sum(axis=0)
+    return mean
 
 
 def to_int(name: str, values: object) -> IntArray:
     """`values` as int64, any shape. Raises EplbError for other dtypes and for 2^63 and above."""
-    if isinstance(values, TensorLike):
-        values = values.detach().cpu().numpy()
     array = _array(name, values)
     if array.dtype.kind not in "iu":
-        raise EplbError(name, f"must hold integers, got dtype {array.dtype}", "pass expert ids")
+        raise EplbError(name, f"must hold integers, got dtype {array.dtype}", "pass int64")
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 1 << 63:
-        raise EplbError(name, f"must stay below 2^63, got {int(array.max())}", "pass expert ids")
+        raise EplbError(name, f"must stay below 2^63, got {int(array.max())}", "pass int64")
     return array.astype(np.int64)
 
 
@@ -78,8 +97,17 @@ def in_kind_of(model: object, array: IntArray) -> Any:
     return array
 
 
-def _array(name: str, values: object) -> npt.NDArray[Any]:
+def _array(name: str, values: object, *, real: bool = False) -> npt.NDArray[Any]:
+    """What numpy makes of it. Tensors without data, sparse ones, lists of unlike rows and objects
+    of any kind fail in as many ways as there are libraries; all are the argument's fault."""
     try:
-        return np.asarray(values)
-    except ValueError as fault:
-        raise EplbError(name, f"is not an array ({fault})", "pass rows of equal length") from fault
+        if not isinstance(values, TensorLike):
+            return np.asarray(values)
+        tensor = values.detach().cpu()
+        return np.asarray((tensor.double() if real and not tensor.is_complex() else tensor).numpy())
+    except _UNFIT as fault:
+        raise EplbError(
+            name,
+            f"is not an array ({str(fault) or type(fault).__name__})",
+            "pass a dense array or tensor, or rows of equal length",
+        ) from fault

@@ -22,9 +22,11 @@ phase, the best by the mean of its own score and all layers': layers see the sam
 layer's scores are noisy. For `FRESH_WINDOWS` after a shift a phase follows `change_point`: the
 scores are those of other traffic then.
 
-Scenarios. The last sub-windows of the regime (since the last shift), newest heaviest: the forecast
-plus what each deviated from their mean by, amplified. No batch looks like a mean; and few
-sub-windows show less than all that may come.
+Scenarios. The last sub-windows, newest heaviest: the forecast plus what each deviated by,
+amplified; those since the last shift from their common mean, those before it from the mean of
+their neighbours. How requests differ within a domain tells how those of the next will; where
+domains lie does not. No batch looks like a mean; and few sub-windows show less than all that may
+come.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ import numpy.typing as npt
 
 from placement.forecast.kernels import add_weighted, balances, blend, deviate, fold, lead
 from placement.forecast.shift import Shift, ShiftState, initial_shift, watch
-from placement.load import LoadError, LoadHistory, LoadWindow, demand_rate
+from placement.load import LoadError, LoadHistory, LoadWindow
 from placement.topology import Phase
 
 FloatArray = npt.NDArray[np.float64]
@@ -77,13 +79,14 @@ LEAD_SCALE_MAX: Final = 8.0
 class ForecastState(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What forecasters remember between windows; part of the engine's state.
 
-    quarters, mean, ewma_short, ewma_long, change_point: float64 [phases, layers, experts], pairs a
-    second, of the forecasters of these names (`mean`: of `window`). scores: float64 [forecasters,
-    phases, layers], smoothed balance in [0, 1], in order of FORECASTERS. shift: what detection
-    remembers. windows_seen: windows observed; last_index: index of the last one.
+    quarters, last, mean, ewma_short, ewma_long, change_point: float64 [phases, layers, experts],
+    pairs a second, of the forecasters of these names (`mean`: of `window`). scores: float64
+    [forecasters, phases, layers], smoothed balance in [0, 1], in order of FORECASTERS. shift: what
+    detection remembers. windows_seen: windows observed; last_index: index of the last one.
     """
 
     quarters: FloatArray
+    last: FloatArray
     mean: FloatArray
     ewma_short: FloatArray
     ewma_long: FloatArray
@@ -113,6 +116,7 @@ def initial_state(*, num_phases: int, num_layers: int, num_experts: int) -> Fore
     zeros = np.zeros((num_phases, num_layers, num_experts), dtype=np.float64)
     return ForecastState(
         quarters=zeros,
+        last=zeros,
         mean=zeros,
         ewma_short=zeros,
         ewma_long=zeros,
@@ -130,23 +134,18 @@ def predict(name: str, state: ForecastState, history: LoadHistory) -> FloatArray
     """
     if not history.windows:
         raise LoadError("no closed window to forecast from; close one first")
-    return _predict(name, state, history.windows[-1], demand_rate(history.windows[-1]))
-
-
-def _predict(name: str, state: ForecastState, window: LoadWindow, last: FloatArray) -> FloatArray:
-    """`predict`; window: the last one, last: its rate."""
     kept = {
         "quarters": state.quarters,
+        "last": state.last,
         "window": state.mean,
         "ewma_short": state.ewma_short,
         "ewma_long": state.ewma_long,
         "change_point": state.change_point,
-        "last": last,
     }
     if name in kept:
         return kept[name]
     if name == "prefill_leads":
-        return _led(state, window, last)
+        return _led(state, history.windows[-1])
     raise LoadError(f"forecaster {name!r} is not one of {', '.join(FORECASTERS)}")
 
 
@@ -168,6 +167,7 @@ def observe(
         started = _since_shift(state.quarters, window, window, began, recent)
         return ForecastState(
             quarters=started,
+            last=rate,
             mean=rate,
             ewma_short=rate,
             ewma_long=rate,
@@ -178,9 +178,9 @@ def observe(
             last_index=window.index,
         )
     before = history.windows[-1]
-    last, given = _folded(before)[0], np.empty_like(state.scores)
+    given = np.empty_like(state.scores)
     for number, name in enumerate(FORECASTERS):
-        balances(_predict(name, state, before, last), rate, num_ranks, given[number])
+        balances(predict(name, state, history), rate, num_ranks, given[number])
     fresh = given
     if state.windows_seen > 1:
         fresh = SCORE_KEEP * state.scores + (1.0 - SCORE_KEEP) * given
@@ -188,6 +188,7 @@ def observe(
     unbroken = np.full_like(began, parts)
     return ForecastState(
         quarters=_since_shift(state.quarters, before, window, unbroken, recent),
+        last=rate,
         mean=_smooth(state.mean, rate, 1.0 - 1.0 / since),
         ewma_short=_smooth(state.ewma_short, rate, SHORT_KEEP),
         ewma_long=_smooth(state.ewma_long, rate, LONG_KEEP),
@@ -238,55 +239,44 @@ def mean_forecast(state: ForecastState, history: LoadHistory) -> FloatArray:
 
 
 def forecast(state: ForecastState, history: LoadHistory) -> Scenarios:
-    """Scenarios for the next window, each layer after its best forecaster.
+    """Scenarios for the next window, around `mean_forecast`.
 
     `state` and `history` have both seen the last window. Raises LoadError without windows.
     """
-    chosen = choose(state)
-    mean = _mean(chosen, state, history)
-    counts, order = _regime(state, history)
-    weights = PART_KEEP ** np.arange(len(order), dtype=np.float64)
+    mean = mean_forecast(state, history)
+    counts = _last_parts(history)
+    weights = PART_KEEP ** np.arange(len(counts), dtype=np.float64)
     weights /= weights.sum()
-    demand = np.empty((len(order), *mean.shape), dtype=np.float64)
-    deviate(counts, order, weights, mean, AMPLIFY, demand)
+    demand = np.empty((len(counts), *mean.shape), dtype=np.float64)
+    known = np.where(state.shift.weight > 0, state.shift.parts_since, len(counts))
+    held = np.clip(known, 1, len(counts))
+    group = len(history.windows[-1].demand)
+    deviate(counts, held, group, weights, mean, AMPLIFY, demand)
     latest = state.shift.latest
     found = latest if latest is not None and latest.found_window == state.last_index else None
-    return Scenarios(demand, weights, chosen, found)
+    return Scenarios(demand, weights, choose(state), found)
 
 
 def _mean(chosen: npt.NDArray[np.int64], state: ForecastState, history: LoadHistory) -> FloatArray:
-    if not history.windows:
-        raise LoadError("no closed window to forecast from; close one first")
-    window = history.windows[-1]
-    last, mean = _folded(window)[0], state.quarters.copy()
+    mean = predict(FORECASTERS[0], state, history).copy()
     for number in sorted(set(chosen.reshape(-1).tolist()) - {0}):
         follows = chosen == number
-        mean[follows] = _predict(FORECASTERS[number], state, window, last)[follows]
+        mean[follows] = predict(FORECASTERS[number], state, history)[follows]
     return mean
 
 
-def _regime(
-    state: ForecastState, history: LoadHistory
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(pairs of the last sub-windows, newest first: int64 [Q, phases, layers, experts]; which of
-    them each scenario follows in each phase: int64 [scenarios, phases]).
-
-    A phase that shifted lately has fewer sub-windows: its scenarios go through them again.
-    """
+def _last_parts(history: LoadHistory) -> npt.NDArray[np.int64]:
+    """Pairs of the last sub-windows, newest first: int64 [Q, phases, layers, experts]."""
     wanted = -(-SCENARIOS // len(history.windows[-1].demand))
     parts = [window.demand for window in history.windows[-wanted:]]
-    counts = np.ascontiguousarray(np.concatenate(parts)[::-1][:SCENARIOS])
-    known = np.where(state.shift.weight > 0, state.shift.parts_since, 1)
-    held = np.clip(known, 1, len(counts))
-    order = np.arange(int(held.max()))[:, None] % held[None]
-    return counts, np.ascontiguousarray(order)
+    return np.ascontiguousarray(np.concatenate(parts)[::-1][:SCENARIOS])
 
 
-def _led(state: ForecastState, window: LoadWindow, last: FloatArray) -> FloatArray:
+def _led(state: ForecastState, window: LoadWindow) -> FloatArray:
     """`prefill_leads`; where there is nothing to lead, the last window."""
-    led = np.empty_like(last)
+    led = np.empty_like(state.last)
     queued = window.queued[Phase.PREFILL]
-    prefill, decode = last[Phase.PREFILL], last[Phase.DECODE]
+    prefill, decode = state.last[Phase.PREFILL], state.last[Phase.DECODE]
     lead(queued, prefill, decode, state.ewma_long, LEAD_SCALE_MAX, led)
     return led
 

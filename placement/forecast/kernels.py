@@ -11,6 +11,7 @@ from numba import njit
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 UNFORESEEN = 1e-9
 """Share of a layer's forecast that every expert has at least: what is left out has a place."""
@@ -185,9 +186,37 @@ def blend_shares(counts: IntArray, first: int, old: FloatArray, weight: float, c
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def centre_rows(
+    shares: FloatArray, seen: BoolArray, held: int, group: int, weights: FloatArray, out: FloatArray
+) -> None:
+    """Mean that each sub-window of a layer deviates from: that of those since the last shift, or,
+    before it, that of its group of `group` neighbours.
+
+    shares: [Q, E], newest first, rows sum to 1 where seen [Q]. held: sub-windows since the shift.
+    weights: [Q]. out: [Q, E], results.
+    """
+    first = 0
+    while first < shares.shape[0]:
+        last = min(held if first < held else first + group, shares.shape[0])
+        row, total = out[first], 0.0
+        row[:] = 0.0
+        for part in range(first, last):
+            if seen[part]:
+                total += weights[part]
+                for expert in range(shares.shape[1]):
+                    row[expert] += weights[part] * shares[part, expert]
+        if total > 0.0:
+            row /= total
+        for part in range(first + 1, last):
+            out[part] = row
+        first = last
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def deviate(
     counts: IntArray,
-    order: IntArray,
+    held: IntArray,
+    group: int,
     weights: FloatArray,
     mean: FloatArray,
     amplify: float,
@@ -195,37 +224,31 @@ def deviate(
 ) -> None:
     """Scenarios: the mean forecast, plus what sub-windows deviated by, amplified.
 
-    counts: [Q, P, L, E], pairs of the sub-windows. order: [S, P], sub-window that each scenario
-    follows in each phase. weights: [S]. mean: [P, L, E], pairs a second. demand: [S, P, L, E],
-    results, every row with the sum of its mean.
+    counts: [Q, P, L, E], pairs of the sub-windows, newest first. held: [P], how many of them came
+    since the last shift, at least 1. group: as in `centre_rows`. weights: [Q]. mean: [P, L, E],
+    pairs a second. demand: [Q, P, L, E], results, every row with the sum of its mean.
     """
-    experts = mean.shape[2]
-    centre = np.zeros(experts)
+    parts, experts = counts.shape[0], counts.shape[3]
+    shares, centre = np.zeros((parts, experts)), np.zeros((parts, experts))
+    seen = np.zeros(parts, np.bool_)
     for phase in range(mean.shape[0]):
         for layer in range(mean.shape[1]):
             wanted = mean[phase, layer].sum()
-            seen = 0.0
-            centre[:] = 0.0
-            for number in range(order.shape[0]):
-                part = order[number, phase]
+            for part in range(parts):
                 total = counts[part, phase, layer].sum()
-                if total > 0:
-                    seen += weights[number]
-                    scale = weights[number] / total
-                    for expert in range(experts):
-                        centre[expert] += counts[part, phase, layer, expert] * scale
-            if seen > 0.0:
-                centre /= seen
-            for number in range(order.shape[0]):
-                part = order[number, phase]
-                total = counts[part, phase, layer].sum()
-                row = demand[number, phase, layer]
-                row[:] = mean[phase, layer]
-                if total <= 0 or wanted <= 0.0:
-                    continue
-                summed, scale = 0.0, 1.0 / total
+                seen[part] = total > 0
+                scale = 1.0 / total if total > 0 else 0.0
                 for expert in range(experts):
-                    apart = counts[part, phase, layer, expert] * scale - centre[expert]
+                    shares[part, expert] = counts[part, phase, layer, expert] * scale
+            centre_rows(shares, seen, held[phase], group, weights, centre)
+            for part in range(parts):
+                row = demand[part, phase, layer]
+                row[:] = mean[phase, layer]
+                if not seen[part] or wanted <= 0.0:
+                    continue
+                summed = 0.0
+                for expert in range(experts):
+                    apart = shares[part, expert] - centre[part, expert]
                     row[expert] = max(0.0, row[expert] + amplify * wanted * apart)
                     summed += row[expert]
                 row *= wanted / summed
@@ -245,5 +268,5 @@ def warm() -> None:
         blend_shares(counts[:, 0], 0, mean[0].copy(), 0.0, 2.0)
     balances(mean, mean, 1, np.zeros((2, 1)))
     blend(mean[0], 0.5, mean[0], 0.5, mean[0].copy())
-    counts, order = np.ones((2, 2, 1, 2), dtype=np.int64), np.zeros((1, 2), dtype=np.int64)
-    deviate(counts, order, np.ones(1), mean, 1.0, np.zeros((1, 2, 1, 2)))
+    counts, held = np.ones((2, 2, 1, 2), dtype=np.int64), np.ones(2, dtype=np.int64)
+    deviate(counts, held, 1, np.ones(2), mean, 1.0, np.zeros((2, 2, 1, 2)))

@@ -37,6 +37,8 @@ FAR_TIMES: Final = 2.0
 """A single last sub-window must lie this many times the bound of off."""
 USUAL_KEEP: Final = 0.9
 """Share of the old usual distance that a sub-window which is not off leaves."""
+NEAR_SHARE: Final = 0.5
+"""A layer is near a shift from this share of the bound of off."""
 REFERENCE_MAX: Final = 32.0
 """Sub-windows that the reference remembers about: slow drift is followed, not called a shift."""
 
@@ -44,9 +46,11 @@ REFERENCE_MAX: Final = 32.0
 class Shift(msgspec.Struct, frozen=True, kw_only=True):
     """A shift that was found.
 
-    phase: value of Phase. layers: how many are off themselves. distance: of the sub-windows since,
-    mean over layers; usual: of those before. since_window: index of the window in which it began,
-    since_part: its sub-window; found_window: index of the window at whose end it was found.
+    phase: value of Phase. layers: how many are off themselves. near: ids of the layers that are
+    off or at least half as far, ascending: with few pairs a layer that shifted may not look off.
+    distance: of the sub-windows since, mean over layers; usual: of those before. since_window:
+    index of the window in which it began, since_part: its sub-window; found_window: index of the
+    window at whose end it was found.
     """
 
     phase: int
@@ -56,6 +60,7 @@ class Shift(msgspec.Struct, frozen=True, kw_only=True):
     since_window: int
     since_part: int
     found_window: int
+    near: tuple[int, ...] = ()
 
 
 class ShiftState(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -186,9 +191,11 @@ def _named(
 ) -> Shift:
     known = apart[first:] >= 0.0
     each = np.where(known, apart[first:], 0.0).sum(axis=0) / np.maximum(known.sum(axis=0), 1)
+    bound = OFF_TIMES * usual + OFF_LEAST
     return Shift(
         phase=phase,
-        layers=int((each > OFF_TIMES * usual + OFF_LEAST).sum()),
+        layers=int((each > bound).sum()),
+        near=tuple(np.flatnonzero(each > NEAR_SHARE * bound).tolist()),
         distance=float(each[known.any(axis=0)].mean()),
         usual=float(usual),
         since_window=window.index if began >= 0 else window.index - 1,

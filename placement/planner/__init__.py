@@ -5,7 +5,7 @@ an expert should lie (policies do) and never run a step (the engine does).
 """
 
 from placement.planner.compose import ALL_AT_ONCE, PlannerError, WaveConfig, make_plan
-from placement.planner.fit import fit, missing_slots, reachable_floor
+from placement.planner.fit import fit, missing_slots, missing_uniform, reachable_floor
 from placement.planner.gate import accumulate, plan_pays, regret_reached
 from placement.planner.part import choose_parts, part_of
 from placement.planner.plan import LayerFigure, Move, MoveKind, Plan, PlannedStep, StepKind
@@ -26,6 +26,7 @@ __all__ = [
     "fit",
     "make_plan",
     "missing_slots",
+    "missing_uniform",
     "part_of",
     "plan_pays",
     "prove",

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from placement.layout import ABSENT, EMPTY, ExpertLayout
-from placement.topology import Topology
+from placement.topology import MoeSpec, Topology
 
 
 def fit(
@@ -91,6 +91,17 @@ def missing_slots(topology: Topology, *, num_keys: int, floor: int, staging_slot
             room[spec.failure_domain] = room.get(spec.failure_domain, 0) + slots
     want = num_keys * max(1, min(floor, len(room)))
     return max(0, want - sum(min(num_keys, n) for n in room.values()))
+
+
+def missing_uniform(topology: Topology, spec: MoeSpec, *, floor: int, staging_slots: int) -> int:
+    """`missing_slots` where every layer has as many slots on each usable rank: over ranks, what
+    each lacks of its part of every layer."""
+    room = [max(0, r.num_slots - staging_slots) for r in topology.ranks if topology.usable(r.rank)]
+    want = max(1, floor) * spec.num_experts
+    if not room:
+        return want * spec.num_layers
+    own = -(-want // len(room))
+    return sum(max(0, own * spec.num_layers - slots) for slots in room)
 
 
 def reachable_floor(topology: Topology, *, num_keys: int, floor: int, staging_slots: int) -> int:

@@ -56,7 +56,7 @@ PREDICTED_SHARE = 0.5
 """Share at which a gain that is only predicted counts as regret."""
 LARGE = 4.0
 """Regret this many times the threshold is no noise."""
-DEVIATIONS = 2.0
+DEVIATIONS = 3.0
 """Standard deviations of a sum of measured savings whose mean is zero that regret must exceed."""
 REST_WINDOWS_MAX = 512
 """Longest rest of a layer for which nothing worth having was found, in windows."""

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 
-from placement.layout import ExpertLayout
+from placement.layout import EMPTY, ExpertLayout
 from placement.planner.plan import LayerFigure, Plan, PlannedStep, StepKind
 
 Figures = tuple[LayerFigure, ...]
@@ -67,7 +68,7 @@ def choose_parts(
             links.join(step.layer, layer_of[before])
     figures = {f.layer: f for f in plan.layers}
     empty = [
-        sum(1 for i in layout.empty_slots(rank) if i < slot_limit[rank])
+        int(np.count_nonzero(layout.slots[rank, : slot_limit[rank]] == EMPTY))
         for rank in range(layout.num_ranks)
     ]
     while True:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from placement.layout import EMPTY, ExpertLayout
 from placement.planner.plan import PlannedStep, StepKind
 
@@ -27,8 +29,7 @@ def prove(
     only in a later one; no removal takes an expert's last listed replica; what a step waits for
     stands before it; no rank ends with fewer empty slots than staging asks for, unless it began so.
     """
-    rows = current.slots.tolist()
-    replicas = current.replica_counts.reshape(-1).tolist()
+    slots, replicas = current.slots.copy(), current.replica_counts.reshape(-1).copy()
     seen: set[int] = set()
     freed_in: dict[tuple[int, int], int] = {}
     wave = 0
@@ -45,20 +46,19 @@ def prove(
         seen.add(step.step_id)
         if step.kind is StepKind.ADD:
             assert index < slot_limit[rank], f"{name}: rank has {slot_limit[rank]} slots"
-            assert rows[rank][index] == EMPTY, f"{name}: slot holds {rows[rank][index]}"
+            assert slots[rank, index] == EMPTY, f"{name}: slot holds {slots[rank, index]}"
             assert freed_in.get((rank, index), -1) < wave, f"{name}: slot is freed in the same wave"
-            rows[rank][index] = key
+            slots[rank, index] = key
             replicas[key] += 1
         else:
-            assert rows[rank][index] == key, f"{name}: slot holds {rows[rank][index]}"
+            assert slots[rank, index] == key, f"{name}: slot holds {slots[rank, index]}"
             assert replicas[key] > 1, f"{name}: last replica"
-            rows[rank][index] = EMPTY
+            slots[rank, index] = EMPTY
             replicas[key] -= 1
             freed_in[rank, index] = wave
-    for rank, row in enumerate(rows):
-        empty = sum(1 for key in row[: slot_limit[rank]] if key == EMPTY)
-        before = sum(1 for i in current.empty_slots(rank) if i < slot_limit[rank])
+    for rank, limit in enumerate(slot_limit):
+        empty, before = (
+            int(np.count_nonzero(rows[rank, :limit] == EMPTY)) for rows in (slots, current.slots)
+        )
         assert empty >= min(staging_slots, before), f"rank {rank} ends with {empty} empty slots"
-    return ExpertLayout.from_rows(
-        rows, num_layers=current.num_layers, num_experts=current.num_experts
-    )
+    return ExpertLayout(slots, current.num_layers, current.num_experts)

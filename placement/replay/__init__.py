@@ -13,7 +13,7 @@ from placement.replay.comparison import (
     PolicyOutcome,
     compare,
 )
-from placement.replay.executor import PerfectExecutor
+from placement.replay.executor import PerfectExecutor, ranks_joined
 from placement.replay.optimum import offline_optimum
 from placement.replay.recorded import recomputed, replay_events, replay_segment
 from placement.replay.trace import TraceFigures, WindowFigures, replay_trace, static_layout
@@ -30,6 +30,7 @@ __all__ = [
     "compare",
     "count_windows",
     "offline_optimum",
+    "ranks_joined",
     "recomputed",
     "replay_events",
     "replay_segment",

@@ -25,6 +25,22 @@ from placement.routing import RankAddress
 from placement.topology import MoeSpec, Topology
 
 
+def ranks_joined(topology: Topology) -> tuple[ev.RankJoined, ...]:
+    """What an engine hears first of an emulated fleet: every rank, empty, at time 0."""
+    return tuple(
+        ev.RankJoined(
+            at_s=0.0,
+            rank=rank.rank,
+            node=rank.node,
+            failure_domain=rank.failure_domain,
+            profile=rank.profile,
+            num_slots=rank.num_slots,
+            address=RankAddress(rank=rank.rank, node=rank.node, address="", incarnation=1),
+        )
+        for rank in topology.ranks
+    )
+
+
 class PerfectExecutor:
     """Carries out every effect at once and without fault: each rank holds what it is asked to
     hold."""
@@ -37,18 +53,8 @@ class PerfectExecutor:
         self._next_tag = 1
         self.slot_writes = 0
         self.copy_bytes = 0
-        for rank in topology.ranks:
-            self.take(
-                ev.RankJoined(
-                    at_s=0.0,
-                    rank=rank.rank,
-                    node=rank.node,
-                    failure_domain=rank.failure_domain,
-                    profile=rank.profile,
-                    num_slots=rank.num_slots,
-                    address=RankAddress(rank=rank.rank, node=rank.node, address="", incarnation=1),
-                )
-            )
+        for joined in ranks_joined(topology):
+            self.take(joined)
         self.slot_writes = self.copy_bytes = 0
         self.fill_moves = dict(self.engine.state.moves_done)
 

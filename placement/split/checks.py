@@ -25,6 +25,15 @@ TOTAL_MAX: Final = 1 << 62
 """Sum of counts and backlog must stay below this, so that no sum of loads leaves int64."""
 _WORD: Final = (1 << 63) - 1
 _INTEGERS: Final = (int, np.integer)
+_UNFIT: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def size(field: str, value: int, most: int) -> int:
@@ -112,11 +121,15 @@ def valid_matrix(values: npt.ArrayLike | None, shape: tuple[int, ...]) -> ByteAr
 
 
 def _array(field: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    """What numpy makes of it. Tensors that need gradients, sparse ones, lists of unlike rows and
+    objects of any kind fail in as many ways as there are libraries; all are the field's fault."""
     try:
         return np.asarray(values)
-    except ValueError as fault:
+    except _UNFIT as fault:
         raise SplitError(
-            field, f"is not an array ({fault})", "pass rows of equal length"
+            field,
+            f"is not an array ({str(fault) or type(fault).__name__})",
+            "pass a numpy array, or rows of equal length",
         ) from fault
 
 

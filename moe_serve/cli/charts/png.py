@@ -5,6 +5,7 @@ Responsible for the file. The same panels give the same bytes. Called by the rep
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -20,14 +21,25 @@ INDEXED = 3
 
 
 def write_png(file: Path, panels: Sequence[Panel]) -> None:
-    """Draw the panels below each other into a file; an older one is replaced. Raises
-    InvalidArgument where it cannot be written."""
+    """Draw the panels below each other into a file; an older one is replaced, by a whole one or not
+    at all. Raises InvalidArgument where it cannot be written, or is no regular file."""
     data = encode_png(draw(panels))
     try:
-        file.write_bytes(data)
-    except OSError as error:
+        if file.exists() and not file.is_file():
+            raise InvalidArgument(
+                f"--png {file} cannot be written: it is no regular file; name one in a folder that "
+                "exists"
+            )
+        fresh = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+        try:
+            fresh.write_bytes(data)
+            fresh.replace(file)
+        finally:
+            fresh.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidArgument(
-            f"--png {file} cannot be written: {error.strerror}; name a file in a folder that exists"
+            f"--png {file} cannot be written: {reason}; name a file in a folder that exists"
         ) from error
 
 

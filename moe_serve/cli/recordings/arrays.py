@@ -168,12 +168,13 @@ def _shares(file: Path, arrays: Mapping[str, AnyArray]) -> CountTrace:
                 f"{file}: freq needs {name}, numbers [{freq.shape[0] if freq.ndim else 0}], one a "
                 "group"
             )
-        tokens = tokens * factor.astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):  # refused below
+            tokens = tokens * factor.astype(np.float64)
     if freq.ndim != 3 or freq.dtype.kind != "f":
         raise InvalidArgument(
             f"{where} must be fractions [groups, layers, experts], got {freq.dtype} "
             f"{list(freq.shape)}"
         )
-    with np.errstate(invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         pairs = freq.astype(np.float64) * tokens[:, None, None]
     return count_trace(where, _steps(where, pairs), ("shares x tokens, rounded to whole pairs",))

@@ -6,6 +6,7 @@ Responsible for reading it as it is. Must never change it. Called by the replay 
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from placement.messages.events import AnyEvent
 
 EVENTS_MAX = 1_000_000
 """Events read of a journal; the service itself keeps fewer."""
+BYTES_MAX = 4 << 30
+"""Bytes of all events and snapshots read of a journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +43,46 @@ def read_segments(source: Path) -> list[Segment]:
     Raises InvalidArgument, ResourceExhausted.
     """
     file = source / INPUTS_FILE if source.is_dir() else source
-    rows: dict[int, list[tuple[str, bytes]]] = {}
     try:
-        with sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True) as db:
-            query = "SELECT segment, kind, body FROM inputs ORDER BY seq LIMIT ?"
-            for segment, kind, body in db.execute(query, (EVENTS_MAX + 1,)):
-                rows.setdefault(int(segment), []).append((str(kind), bytes(body)))
-        db.close()
-    except sqlite3.Error as error:
-        raise InvalidArgument(f"{file} is not an inputs log: {error}") from error
+        rows = _rows(file)
+    except (sqlite3.Error, TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"{file} is not an inputs log ({error}); name a service's folder of state, or the "
+            f"{INPUTS_FILE} in it"
+        ) from error
     if sum(len(part) for part in rows.values()) > EVENTS_MAX:
-        raise ResourceExhausted(f"{file} holds more than {EVENTS_MAX} events")
+        raise ResourceExhausted(
+            f"{file} holds more than the {EVENTS_MAX} events that are read; replay a copy from "
+            "which the older segments were deleted"
+        )
     return [
         _segment(file, number, part)
         for number, part in sorted(rows.items())
         if part[0][0] == "snapshot"
     ]
+
+
+def _rows(file: Path) -> dict[int, list[tuple[str, bytes]]]:
+    """Kind and body of every row, by segment."""
+    rows: dict[int, list[tuple[str, bytes]]] = {}
+    num_bytes = 0
+    with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as db:
+        made = db.execute("SELECT type FROM sqlite_master WHERE name = 'inputs'").fetchone()
+        if made != ("table",):
+            # A view would run whatever its file says, without an end.
+            raise ValueError("it has no table of inputs")
+        query = "SELECT segment, kind, body FROM inputs ORDER BY seq LIMIT ?"
+        for segment, kind, body in db.execute(query, (EVENTS_MAX + 1,)):
+            if not isinstance(body, bytes):
+                raise TypeError(f"a body is {type(body).__name__}, not bytes")
+            num_bytes += len(body)
+            if num_bytes > BYTES_MAX:
+                raise ResourceExhausted(
+                    f"{file} holds more than the {BYTES_MAX} bytes of events that are read; replay "
+                    "a copy from which the older segments were deleted"
+                )
+            rows.setdefault(int(segment), []).append((str(kind), body))
+    return rows
 
 
 def _segment(file: Path, number: int, rows: list[tuple[str, bytes]]) -> Segment:

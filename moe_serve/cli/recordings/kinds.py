@@ -30,6 +30,8 @@ def is_journal(source: Path) -> bool:
         if source.is_dir() and not (source / INPUTS_FILE).exists() and _dumps_in(source):
             return False
     file = source / INPUTS_FILE if source.is_dir() else source
+    with reading(file):
+        check_file(file)
     magic = _begins(file)
     if magic == SQLITE_MAGIC:
         return True
@@ -70,4 +72,6 @@ def _begins(file: Path) -> bytes:
         with file.open("rb") as handle:
             return handle.read(len(SQLITE_MAGIC))
     except OSError as error:
-        raise InvalidArgument(f"{file} cannot be read: {error.strerror}") from error
+        raise InvalidArgument(
+            f"{file} cannot be read: {error.strerror}; check the path and its rights"
+        ) from error

@@ -7,6 +7,7 @@ A *step* is what a recording counted together: a forward pass, or what a log wro
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,8 +30,11 @@ CELLS_MAX = 1 << 27
 LAYERS_MAX = 1024
 EXPERTS_MAX = 16_384
 TOP_K_MAX = 1024
-COUNT_MAX = 1 << 53
-"""Pairs of one expert in one step: what a float64 still counts exactly."""
+PAIRS_MAX = 1 << 50
+"""Pairs of what is counted together. A float64 counts them exactly, and so many from each rank of a
+folder still add up within int64."""
+TRACE_PAIRS_MAX = 1 << 62
+"""Pairs of a trace: no sum over it leaves int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +96,12 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def check_file(file: Path) -> None:
-    """Raise ResourceExhausted where a file is larger than FILE_BYTES_MAX."""
-    size = file.stat().st_size
+    """Raise InvalidArgument where it is no regular file (a pipe or device may never end), and
+    ResourceExhausted where it is larger than FILE_BYTES_MAX."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise InvalidArgument(f"{file} is no regular file; copy the recording into one")
+    size = found.st_size
     if size > FILE_BYTES_MAX:
         raise ResourceExhausted(
             f"{file}: {size} bytes, at most {FILE_BYTES_MAX} are read; cut the recording"
@@ -123,20 +131,30 @@ def whole_counts(where: str, array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Counts as int64, rounded where they are fractional.
 
     Raises InvalidArgument for another kind of number, NaN, infinity, negative and absurd values,
-    with the first place.
+    with the first place, and where they add up to more than PAIRS_MAX.
     """
     if array.dtype.kind not in "iuf":
         raise InvalidArgument(f"{where}: counts must be numbers, got {array.dtype}")
     if array.dtype.kind == "f":
         array = array.astype(np.float64)
-    bad = ~((array >= 0) & (array <= COUNT_MAX))  # NaN compares to nothing
+    bad = ~((array >= 0) & (array <= PAIRS_MAX))  # NaN compares to nothing
     if bad.any():
         at = tuple(int(axis[0]) for axis in np.nonzero(bad))
         raise InvalidArgument(
-            f"{where}{list(at)}: counts must lie in [0, {COUNT_MAX}], got {array[at]}; record it "
+            f"{where}{list(at)}: counts must lie in [0, {PAIRS_MAX}], got {array[at]}; record it "
             "again"
         )
+    _check_total(where, array, PAIRS_MAX)
     return (np.rint(array) if array.dtype.kind == "f" else array).astype(np.int64)
+
+
+def _check_total(where: str, counts: npt.NDArray[Any], most: int) -> None:
+    total = float(counts.sum(dtype=np.float64))
+    if total > most:
+        raise InvalidArgument(
+            f"{where}: the counts add up to {total:.3g} pairs, at most {most} are read; cut the "
+            "recording, or check its unit"
+        )
 
 
 def count_trace(
@@ -145,8 +163,9 @@ def count_trace(
     """Counts [steps, layers, experts] as a trace: steps and layers without load are left out, and
     said (a dense layer routes nothing and would take slots).
 
-    Raises InvalidArgument where nothing is left.
+    Raises InvalidArgument where nothing is left, or there are more than TRACE_PAIRS_MAX pairs.
     """
+    _check_total(where, counts, TRACE_PAIRS_MAX)
     steps = counts.any(axis=(1, 2))
     layers = counts.any(axis=(0, 2))
     if not steps.any():

@@ -20,9 +20,8 @@ from placement.config import RebalanceConfig
 from placement.engine import RebalanceEngine, compute_target
 from placement.load import LoadWindow
 from placement.messages.effects import ComputeTarget
-from placement.messages.events import RankJoined, TargetFailed
-from placement.replay import count_windows, trace_windows
-from placement.routing import RankAddress
+from placement.messages.events import TargetFailed
+from placement.replay import count_windows, ranks_joined, trace_windows
 from placement.topology import NUM_PHASES, DeviceProfile, MoeSpec, Phase, RankSpec, Topology
 
 Trace = TokenTrace | CountTrace
@@ -85,13 +84,13 @@ def trace_stage(
     if max(keys, slots) * num_ranks > HOSTS_MAX:
         raise InvalidArgument(
             f"--ranks {num_ranks}: {keys} experts and {slots} slots x {num_ranks} ranks are more "
-            f"than {HOSTS_MAX}"
+            f"than {HOSTS_MAX}; give fewer ranks or slots"
         )
     short = keys - num_ranks * (slots - config.staging_slots)
     if short > 0:
         raise InvalidArgument(
             f"--ranks {num_ranks} --slots {slots}: {short} slots short of one replica of {keys} "
-            f"experts and {config.staging_slots} staging slots a rank"
+            f"experts and {config.staging_slots} staging slots a rank; give more slots or ranks"
         )
     spec = MoeSpec(
         model="trace",
@@ -119,7 +118,10 @@ def _experts(trace: Trace, asked: int) -> int:
     if isinstance(trace, CountTrace) and asked not in (0, seen):
         raise InvalidArgument(f"--experts {asked}: the trace counts {seen}; leave the option out")
     if asked and asked < seen:
-        raise InvalidArgument(f"--experts {asked}: the trace has expert {seen - 1}")
+        raise InvalidArgument(
+            f"--experts {asked}: the trace has expert {seen - 1}; give at least {seen}, or leave "
+            "the option out"
+        )
     return asked or seen
 
 
@@ -137,7 +139,8 @@ def service_stage(trace: Trace, service: ServiceConfig) -> Stage:
     if layers != spec.num_layers or not fits:
         raise InvalidArgument(
             f"the trace has {layers} layers and {experts} experts; model "
-            f"{spec.model} has {spec.num_layers} layers of {spec.num_experts} experts"
+            f"{spec.model} has {spec.num_layers} layers of {spec.num_experts} experts; give the "
+            "file of the model that was recorded, or leave --file out"
         )
     group_of = service.fleet.group_of
     profiles = tuple(DeviceProfile(**one.model_dump()) for one in service.profiles)
@@ -159,9 +162,6 @@ def staged_windows(
     spec, config = stage.spec, stage.config
     if isinstance(trace, TokenTrace):
         tokens = len(trace.ids)
-    else:
-        tokens = int(trace.counts.sum(axis=2).max(axis=1).sum()) // spec.top_k
-    if isinstance(trace, TokenTrace):
         number = tokens // window_tokens
         if number * config.sub_windows * NUM_PHASES * spec.num_keys > WINDOW_CELLS_MAX:
             raise InvalidArgument(
@@ -177,6 +177,7 @@ def staged_windows(
             phase=phase if trace.phase is None else trace.phase,
         )
     else:
+        tokens = int(trace.counts.sum(axis=2).max(axis=1).sum()) // spec.top_k
         windows = count_windows(
             trace.counts,
             spec,
@@ -187,7 +188,8 @@ def staged_windows(
         )
     if not windows:
         raise InvalidArgument(
-            f"{tokens} tokens are less than one window of {window_tokens}; give --window-tokens"
+            f"{tokens} tokens are less than one window of {window_tokens}; give smaller windows "
+            "with --window-tokens"
         )
     parts = int(windows[0].demand.shape[0])
     return windows, replace(stage, config=msgspec.structs.replace(config, sub_windows=parts))
@@ -226,17 +228,7 @@ def check_policies(stage: Stage, policies: Sequence[str]) -> None:
 def _check_start(stage: Stage) -> None:
     spec, topology, config = stage.spec, stage.topology, stage.config
     engine = RebalanceEngine(spec, topology, config, term=1, first_epoch=1, start_s=0.0)
-    for rank in topology.ranks:
-        address = RankAddress(rank=rank.rank, node=rank.node, address="", incarnation=1)
-        joined = RankJoined(
-            at_s=0.0,
-            rank=rank.rank,
-            node=rank.node,
-            failure_domain=rank.failure_domain,
-            profile=rank.profile,
-            num_slots=rank.num_slots,
-            address=address,
-        )
+    for joined in ranks_joined(topology):
         for command in engine.step(joined).commands:
             if isinstance(command, ComputeTarget):
                 answer = compute_target(command, config)

@@ -39,9 +39,10 @@ EXCHANGE = 3
 HOT_RANKS = 4
 COLD_RANKS = 10
 SHORTLIST = 24
-CONNECT = 0.15
+CONNECT = 2.0
 """Share by which a write counts more that connects ranks which share no expert, directly or
-through others.
+through others. High: the split levels over shared experts what nobody foresaw, but only as far as
+ranks hang together.
 """
 
 

@@ -1,5 +1,6 @@
 """Charts as text and as PNG."""
 
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -146,3 +147,30 @@ def test_letters() -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"--png .*chart\.png cannot be written: No such"):
         write_png(tmp_path / "absent" / "chart.png", [FALLING])
+
+
+def test_what_is_no_regular_file_is_not_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.png"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, Path()):
+        with pytest.raises(InvalidArgument, match="cannot be written: it is no regular file"):
+            write_png(path, [FALLING])
+    assert sorted(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_chart_that_was_not_written_whole_leaves_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "chart.png"
+    file.write_bytes(b"older")
+
+    def cut(path: Path, data: bytes) -> int:
+        with path.open("wb") as stream:
+            stream.write(data[:10])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", cut)
+    with pytest.raises(KeyboardInterrupt):
+        write_png(file, [FALLING])
+    assert file.read_bytes() == b"older"
+    assert list(tmp_path.iterdir()) == [file]

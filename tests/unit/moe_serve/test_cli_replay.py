@@ -1,6 +1,9 @@
 """`moe-serve replay` on traces and on journals, as files."""
 
 import json
+import sqlite3
+import sys
+from contextlib import closing
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +14,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from moe_serve.cli import main
 from moe_serve.cli.app import app
+from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.recordings import is_journal, read_segments
 from moe_serve.cli.rehearsal import check_segments
 from moe_serve.cli.views.replay import HEADERS, TOTALS
@@ -291,8 +296,56 @@ def test_another_database_is_no_journal(tmp_path: Path) -> None:
         read_segments(tmp_path)
 
 
+@pytest.mark.parametrize("row", [(None, b""), ("x", b""), (1, "text"), (1, None)])
+def test_a_database_that_only_looks_like_one_is_no_journal(
+    tmp_path: Path, row: tuple[object, object]
+) -> None:
+    with closing(sqlite3.connect(tmp_path / INPUTS_FILE)) as db, db:
+        db.execute("CREATE TABLE inputs (seq INTEGER, segment, kind, body)")
+        db.execute("INSERT INTO inputs VALUES (1, ?, 'snapshot', ?)", row)
+    result = _run(tmp_path)
+    assert result.exit_code == 2
+    assert "is not an inputs log" in result.stderr
+    assert "folder of state" in result.stderr
+
+
 def test_reading_leaves_a_journal_as_it_is(tmp_path: Path) -> None:
     _journal(tmp_path, _rows())
     before = (tmp_path / INPUTS_FILE).read_bytes()
     _run(tmp_path)
     assert (tmp_path / INPUTS_FILE).read_bytes() == before
+
+
+def test_a_view_in_the_place_of_the_table_is_not_run(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / INPUTS_FILE)) as db, db:
+        db.execute(
+            "CREATE VIEW inputs AS WITH RECURSIVE endless(n) AS (SELECT 1 UNION ALL SELECT n + 1 "
+            "FROM endless) SELECT n AS seq, 1 AS segment, 'event' AS kind, zeroblob(99) AS body "
+            "FROM endless"
+        )
+    result = _run(tmp_path)
+    assert result.exit_code == 2
+    assert "no table of inputs" in result.stderr
+
+
+def test_a_body_that_is_a_number_is_not_taken_for_a_length(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / INPUTS_FILE)) as db, db:
+        db.execute("CREATE TABLE inputs (seq INTEGER, segment, kind, body)")
+        db.execute("INSERT INTO inputs VALUES (1, 1, 'snapshot', 1000000000000)")
+    result = _run(tmp_path)
+    assert result.exit_code == 2
+    assert "not bytes" in result.stderr
+
+
+def test_an_interrupt_while_the_commands_load_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Loading:
+        @property
+        def app(self) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "moe_serve.cli.app", Loading())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == ExitCode.INTERRUPTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,14 @@ def test_sizes() -> None:
 def test_cluster_with_accepted_insecurity_is_valid() -> None:
     config = parse_config(GOOD + b"network: cluster\nsecurity: {accept_insecure: true}\n", "f")
     assert not config.security.complete
+
+
+@pytest.mark.parametrize("name", ["pipe", "device"])
+def test_what_may_never_end_is_not_read(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    if name == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
+    with pytest.raises(ConfigInvalid, match="no regular file"):
+        load_config(file)

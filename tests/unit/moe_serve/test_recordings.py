@@ -134,7 +134,8 @@ GOOD = {"freq": np.ones((1, 1, 2), np.float32), "samples": np.ones(1)}
         (_savez(logical_count=np.array([[[1.0, np.nan]]])), r"count\[0, 0, 1\]: .*got nan"),
         (_savez(logical_count=np.array([[[1.0, np.inf]]])), r"got inf"),
         (_savez(logical_count=np.array([[[1, -2]]])), r"got -2"),
-        (_savez(logical_count=np.array([[[1, 2**63 - 1]]])), r"\[0, 9007199254740992\], got 922"),
+        (_savez(logical_count=np.array([[[1, 2**63 - 1]]])), r"\[0, 1125899906842624\], got 922"),
+        (_savez(logical_count=np.full((6, 1, 2048), 2**50)), r"add up to 1.38e\+19 pairs, at most"),
         (_savez(logical_count=np.array([[["a"]]])), r"must be numbers, got <U1"),
         (_savez(logical_count=np.zeros((1, 1, 20000))), r"20000 experts; 1 to 16384"),
         (_savez(freq=np.ones((1, 1, 2))), r"freq needs samples, numbers \[1\]"),
@@ -570,3 +571,25 @@ def test_the_packaged_trace_tells_prefill_from_decode() -> None:
 def test_traces_of_real_models(name: str, sizes: tuple[int, int]) -> None:
     found = read_trace(Path(DATA) / "expert_traces" / f"{name}.npz")
     assert (found.num_layers, found.num_experts) == sizes
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.jsonl", "inputs.db", "dumps/a.pt"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_may_never_end_is_not_opened(tmp_path: Path, name: str, kind: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
+    source = file.parent if name.startswith("dumps") else file
+    with pytest.raises(InvalidArgument, match="no regular file"):
+        is_journal(source) or read_trace(source)
+
+
+@pytest.mark.filterwarnings("error")
+def test_shares_that_no_float_holds_are_refused_without_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "shares.npz"
+    huge = np.full(2, 1e300)
+    np.savez(file, freq=np.ones((2, 1, 4)), samples=huge, tokens_per_sample=huge)
+    assert "got inf" in _refused(file)

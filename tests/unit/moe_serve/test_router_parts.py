@@ -93,6 +93,7 @@ def test_demand_is_kept_until_acknowledged_and_split_at_sub_windows() -> None:
         (1, [3, 5, 7], [1, 2, 5]),
         (2, [7], [1]),
     ]
+    assert [r.calls for r in reports] == [(1, 1), (0, 1)]
     assert log.reports(0, 12.0) == reports
     assert log.reports(1, 12.0) == reports[1:]
     assert log.reports(2, 12.0) == ()

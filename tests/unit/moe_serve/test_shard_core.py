@@ -22,6 +22,7 @@ from moe_serve.shard.assembly import Shard
 from moe_serve.shard.core import COMPUTE_FAILURES_MAX
 from moe_serve.shard.task_queue import TASKS_MAX
 from moe_serve.shard.work_queue import QueueLimits
+from placement.roles.shard import SlotPhase
 from placement.routing import RoutingTable
 from tests.fakes.marker_experts import MarkerBackend, add, marker_model, marker_shard, release
 from tests.fakes.sub_calls import sub_call
@@ -229,6 +230,7 @@ def test_rows_that_are_not_finite_stay_in_their_row(rig: Rig) -> None:
         ({"pair_row": np.array([0], np.int32)}, "pair_slot"),
         ({"pair_row": np.array([0, 1], np.int64)}, "pair_row"),
         ({"pair_slot": np.array([0, -1], np.int32)}, "pair_slot"),
+        ({"pair_slot": np.zeros(4, np.int32)[::2]}, "pair_slot"),
         ({"pair_expert": np.array([0, 8], np.int32)}, "pair_expert"),
         ({"pair_k": np.array([0, 4], np.int32)}, "pair_k"),
         ({"pair_row": np.array([0, 0], np.int32)}, "pair_k"),
@@ -535,6 +537,21 @@ def test_a_little_batch_is_computed_by_the_thread_that_received_it(rig: Rig) -> 
     assert not rig.core.busy
 
 
+def test_seconds_of_a_batch_are_shared_out_by_pairs(rig: Rig) -> None:
+    """A router learns from them what a pair costs: with the whole batch's seconds for each of its
+    sub-calls, pairs would seem the dearer the more sub-calls wait."""
+    learn(rig, 4)
+    rig.backend.on_forward = lambda _pairs: time.sleep(0.01)
+    answers = [enqueue(rig, rig.call(n, [0], call_id=n)) for n in (1, 2, 3)]
+    rig.core.slots.ledger.tags[1] = -1
+    answers.append(enqueue(rig, rig.call(2, [1], call_id=4)))
+    rig.core.serve_waiting()
+    one, two, three, stale = (answer.get().compute_s for answer in answers)
+    assert one >= 0.01 / 6
+    assert (two, three) == (pytest.approx(2 * one), pytest.approx(3 * one))
+    assert stale == 0.0
+
+
 def test_a_batch_of_a_size_not_yet_computed_is_the_compute_threads(rig: Rig) -> None:
     learn(rig, 1)
     threads = on_threads(rig)
@@ -613,6 +630,17 @@ def test_tags_are_compared_when_the_receiver_takes_the_batch(rig: Rig) -> None:
     rig.core.slots.ledger.tags[0] = -1
     rig.core.serve_waiting()
     assert answer.get().row_status.tolist() == [RowStatus.STALE]
+
+
+def test_a_batch_that_is_taken_is_answered_whatever_happens_to_it(rig: Rig) -> None:
+    learn(rig, 2)
+    # A bug of ours: the tag says that the slot is served, its phase that it is not.
+    rig.core.slots.ledger.slots[0].phase = SlotPhase.COPYING
+    answer = enqueue(rig, rig.call(2, [0]))
+    with pytest.raises(AssertionError, match="slot 0 is not served"):
+        rig.core.serve_waiting()
+    assert isinstance(answer.get(), Unavailable)
+    assert rig.core.broken
 
 
 def test_a_shard_whose_receiver_dies_while_it_computes_is_broken(rig: Rig) -> None:

@@ -263,3 +263,80 @@ class TestSglangDumps:
     def test_a_refusal_says_what_is_wrong(self, dumps: list[dict], words: str) -> None:
         with pytest.raises(EplbError, match=words):
             logical_counts(dumps)
+
+
+class TestWhatOthersHandIn:
+    """Arguments of every kind: a typed error that names the argument, never anything else."""
+
+    @pytest.mark.parametrize(
+        "live",
+        [
+            torch.tensor(3),
+            torch.zeros(1, 12, dtype=torch.bfloat16),
+            torch.zeros(1, 12, dtype=torch.int64, device="meta"),
+            torch.full((1, 12), 99),
+        ],
+    )
+    @pytest.mark.parametrize("policy", [EplbPolicy, EplbMapsPolicy])
+    def test_a_live_map_that_is_none_is_named_as_vllm_names_it(
+        self, policy: type[EplbPolicy], live: torch.Tensor
+    ) -> None:
+        with pytest.raises(EplbError, match=r"^old_global_expert_indices"):
+            policy.rebalance_experts(torch.ones(1, 8), 12, 1, 1, 4, live)
+
+    def test_num_ranks_is_named_as_vllm_names_it(self) -> None:
+        with pytest.raises(EplbError, match=r"^num_ranks: must be an integer"):
+            EplbPolicy.rebalance_experts(torch.ones(1, 8), 12, 1, 1, None)  # type: ignore[arg-type]
+
+    def test_steps_whose_sum_no_float_holds_are_planned(self) -> None:
+        steps = np.full((3, 1, 8), 1.7e308)
+        found = EplbPolicy.rebalance_experts(torch.from_numpy(steps), 12, 1, 1, 4)
+        assert found.shape == (1, 12)
+        text = plan_init_location(steps, num_replicas=12, num_groups=1, num_nodes=1, num_gpus=4)
+        assert read_location(text)["physical_to_logical_map"].shape == (1, 12)
+
+    @pytest.mark.parametrize("far", [2, 1 << 40, 1 << 62])
+    def test_an_id_beyond_the_slots_of_a_layer_is_refused(self, far: int) -> None:
+        with pytest.raises(EplbError, match=f"got 0 to {far} in layers of 2 slots"):
+            location_mapping([[0, far]])
+
+    @pytest.mark.parametrize("location", [None, 5, [], '{"a":' * 5000, "null", {1: 2}, {}, b"\xff"])
+    def test_what_is_no_location_is_refused(self, location: object) -> None:
+        with pytest.raises(EplbError, match=r"^location: "):
+            read_location(location)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("dumps", [None, 7, "x", {}, [None], [[1]], torch.ones(2), []])
+    def test_what_is_no_list_of_dumps_is_refused(self, dumps: object) -> None:
+        with pytest.raises(EplbError, match=r"^dumps"):
+            logical_counts(dumps)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("records", "words"),
+        [
+            (None, r"records: must be a list"),
+            ([None], r"records\[0\]: must be a mapping"),
+            ([{}], r"records\[0\].forward_pass_id"),
+            ([{"forward_pass_id": "x"}], r"records\[0\].forward_pass_id"),
+            ([{"forward_pass_id": [1, 2]}], r"forward_pass_id: must be one integer"),
+            ([{"forward_pass_id": 1}], r"global_physical_count"),
+            (
+                [{"forward_pass_id": 1, "global_physical_count": [[[0, 1]], [[5, 5]]]}],
+                r"global_physical_count: has shape \(2, 1, 2\), its map \(1, 2\)",
+            ),
+            (
+                [{"forward_pass_id": 1, "global_physical_count": [[1 << 62, 1 << 62]]}],
+                r"must be counts >= 0, at most",
+            ),
+        ],
+    )
+    def test_records_of_other_forms_are_refused(self, records: object, words: str) -> None:
+        dump = {"records": records, "last_physical_to_logical_map": [[0, 1]]}
+        with pytest.raises(EplbError, match=words):
+            logical_counts([dump])
+
+    @pytest.mark.parametrize("num_experts", ["3", 1.5, 0, 1 << 40, [2]])
+    def test_num_experts_is_a_size(self, num_experts: object) -> None:
+        record = {"forward_pass_id": 1, "global_physical_count": [[0, 1]]}
+        dump = {"records": [record], "last_physical_to_logical_map": [[0, 1]]}
+        with pytest.raises(EplbError, match=r"^num_experts: "):
+            logical_counts([dump], num_experts=num_experts)  # type: ignore[arg-type]

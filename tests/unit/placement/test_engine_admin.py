@@ -54,6 +54,22 @@ def test_a_budget_that_could_not_hold_every_expert_names_the_missing_bytes():
     assert not [c for c in driver.commands if isinstance(c, SetRankSlots)]
 
 
+def test_in_a_uniform_layout_every_layer_needs_its_slots_on_every_rank():
+    """Two layers of four experts on two ranks: two slots a layer and rank, and one for staging."""
+    config = RebalanceConfig(cooldown_s=0.0, uniform=True)
+    spec, topology = make_spec(num_layers=2), make_topology([7, 7], ranks_per_node=1)
+    driver = EngineDriver(spec, topology, config, routers=["r0"])
+    answer = budget(driver, 0, 4)
+    assert (answer.code, answer.missing_bytes) == ("refused", 1000)
+    answer = ask(driver, ev.DrainAsked, rank=0)
+    assert (answer.code, answer.missing_bytes) == ("refused", 2 * 1000)
+    assert budget(driver, 0, 5).code == "ok"
+    driver.wait(5.0)
+    driver.close_window()
+    assert driver.engine.layout().physical_to_logical().shape == (2, 4)
+    driver.check_agreement()
+
+
 def test_the_floor_that_holds_now_must_hold_under_the_new_budget():
     driver = two_ranks(slots=5, floor=2)
     driver.close_window()
@@ -396,7 +412,7 @@ def test_regret_must_reach_the_cost_of_the_copies():
         routers=["r0"],
     )
     seen = []
-    for _ in range(6):
+    for _ in range(12):
         driver.close_window({0: 1200.0}, base=400.0)
         seen.append(driver.rules()[-1])
         if "regret_reached" in driver.rules("started"):
@@ -501,3 +517,20 @@ def test_step_ignores_a_clock_that_goes_back():
     driver.now_s = 10.0
     driver.feed(ev.TimerFired(at_s=0.0))
     assert driver.engine.state.now_s == pytest.approx(50.0)
+
+
+def test_a_plan_that_waits_for_another_to_end_is_looked_at_again():
+    driver = two_ranks(slots=4)
+    driver.feed(ev.PauseAsked(at_s=0.0, request_id=1, reason="by hand"))
+    driver.close_window(HOT)
+    assert ask(driver, ev.PlanAsked, policy="", max_moves=4).code == "ok"
+    state = driver.engine.state
+    (stored,) = state.stored
+    rank, index, key = stored.slots[0]
+    state.apply_next = msgspec.structs.replace(stored, slots=[(rank, index, key + 1)])
+    driver.wait(1.0)
+    driver.close_window()
+    refused = [r for r in driver.records if (r.rule, r.outcome) == ("asked", "refused")]
+    assert "changed since the plan was computed" in refused[-1].detail
+    assert state.run is None
+    assert state.apply_next is None

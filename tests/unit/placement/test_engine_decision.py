@@ -7,12 +7,13 @@ import pytest
 from placement.config import RebalanceConfig
 from placement.engine import EngineSnapshot
 from placement.engine.decision import layers_in_words
-from placement.engine.outlook import FAILURES_KEPT, saving_by_layer
+from placement.engine.outlook import FAILURES_KEPT, expected_balance, saving_by_layer
+from placement.engine.shift import shift_seen
 from placement.messages import events as ev
 from placement.messages.codec import decode_as, encode
 from placement.messages.effects import ComputeTarget
 from placement.scoring import max_over_mean, rank_load
-from tests.builders import make_demand, make_spec, make_topology, make_window
+from tests.builders import make_demand, make_layout, make_spec, make_topology, make_window
 from tests.engine_driver import EngineDriver, two_ranks
 
 HOT = {0: 5000.0}
@@ -161,3 +162,83 @@ def test_a_window_of_no_length_saves_nothing():
     layout = driver.engine.layout()
     turn = driver.engine._turn(0.0)
     assert saving_by_layer(turn, window, layout, layout, [0]) == {}
+
+
+def test_a_layer_that_nobody_asked_for_saves_nothing():
+    driver = two_ranks()
+    window = make_window(driver.spec, make_demand(driver.spec, base=0.0))
+    layout, turn = driver.engine.layout(), driver.engine._turn(0.0)
+    assert saving_by_layer(turn, window, layout, layout, [0]) == {}
+    other = make_layout([[0, 1, 2, 3]])
+    assert saving_by_layer(turn, window, layout, other, [0]) == {}, "another fleet's layout"
+
+
+def test_demand_that_only_a_draining_rank_serves_is_no_imbalance():
+    driver = driver_of(make_spec(), slots=6)
+    driver.hold |= {ComputeTarget}
+    key = driver.keys()[0][0]
+    driver.feed(ev.DrainAsked(at_s=0.0, request_id=7, rank=0))
+    driver.close_window({key: 5000.0}, base=0.0)
+    assert expected_balance(driver.engine._turn(driver.now_s)).tolist() == [1.0]
+
+
+def test_a_shift_counts_for_the_layers_that_show_it():
+    driver = driver_of(make_spec(num_layers=3, num_experts=4), slots=9, balance_enough=0.5)
+    for _ in range(4):
+        driver.close_window()
+    turn = driver.engine._turn(driver.now_s)
+    assert not shift_seen(turn).layers.any()
+    driver.close_window({4: 5000.0, 8: 5000.0})
+    seen = shift_seen(driver.engine._turn(driver.now_s))
+    assert seen.layers.tolist() == [False, True, True]
+    assert "prefill shifted in 2 of 3 layers in window 4" in seen.words
+    state = driver.engine.state
+    latest = msgspec.structs.replace(state.forecast.shift.latest, near=())
+    shift = msgspec.structs.replace(state.forecast.shift, latest=latest)
+    state.forecast = msgspec.structs.replace(state.forecast, shift=shift)
+    assert shift_seen(turn).layers.all(), "where only the sum of layers shows it"
+
+
+def test_a_uniform_layout_stays_one():
+    driver = driver_of(make_spec(num_layers=2, num_experts=4), 7, uniform=True, staging_slots=1)
+    first = driver.engine.layout()
+    assert first.physical_to_logical().shape == (2, 6)
+    driver.close_window({7: 5000.0})
+    (target,) = targets(driver)
+    assert target.input.uniform
+    assert not first.same_as(driver.engine.layout())
+    assert driver.engine.layout().physical_to_logical().shape == (2, 6)
+
+
+def test_bytes_between_nodes_are_limited():
+    driver = driver_of(make_spec(), max_cross_node_bytes=0)
+    driver.close_window(HOT)
+    (target,) = targets(driver)
+    assert target.input.max_cross_node_bytes == 0
+    repairs = [c for c in driver.commands if isinstance(c, ComputeTarget) and c.cause == "initial"]
+    assert repairs[0].input.max_cross_node_bytes is None, "what must be done has no such limit"
+    assert record(driver, "nothing_better")
+
+
+def test_calls_of_few_tokens_are_priced_by_experts_read():
+    """Expert 0 has five times the pairs of each other. Four tokens a call: it is read in every
+    call, each other in two of three."""
+    driver = driver_of(make_spec(**SLOW), balance_enough=0.9)
+    spec, demand = driver.spec, make_demand(driver.spec, HOT, base=1000.0)
+
+    def close(calls):
+        window = make_window(spec, demand, index=driver.window)
+        driver.window += 1
+        driver.now_s = window.end_s
+        driver.feed(ev.WindowClosed(at_s=0.0, window=msgspec.structs.replace(window, calls=calls)))
+        return driver.engine.state.call_tokens
+
+    pairs = int(make_window(spec, demand, index=0).demand.sum())
+    calls = pairs // (4 * spec.top_k)
+    few = close((calls, 0))
+    assert few == pytest.approx((pairs / calls / spec.top_k, 0.0))
+    assert targets(driver) == []
+    assert driver.records[-1].rule == "in_balance"
+    more = close((calls // 2, 0))
+    assert more[0] == pytest.approx(1.2 * few[0], rel=1e-3), "smoothed"
+    assert close((0, 0)) == more, "a router of an older version does not count"

@@ -486,3 +486,36 @@ def test_inverse_pads_with_minus_one() -> None:
     logical, count = inverse(np.array([[1, 1, 0], [0, 1, 0]]), 2)
     assert logical.tolist() == [[[2, -1], [0, 1]], [[0, 2], [1, -1]]]
     assert count.tolist() == [[1, 2], [2, 1]]
+
+
+class TestArraysOfEveryKind:
+    """What numpy or torch cannot turn into numbers is the argument's fault, whatever they raise."""
+
+    @pytest.mark.parametrize(
+        "weight",
+        [
+            torch.ones(1, 8, device="meta"),
+            torch.ones(1, 8).to_sparse(),
+            torch.ones(1, 8, dtype=torch.complex64),
+            [torch.ones(8, requires_grad=True)],
+            [torch.ones(8).bfloat16()],
+            np.full((1, 8), np.longdouble("1e4000")),
+        ],
+    )
+    def test_a_weight_without_numbers_is_refused(self, weight: object) -> None:
+        with pytest.raises(EplbError, match=r"^weight"):
+            rebalance_experts(weight, 12, 1, 1, 4)  # type: ignore[arg-type]
+
+    def test_a_current_without_integers_is_refused(self) -> None:
+        current = torch.zeros(1, 12, dtype=torch.bfloat16)
+        with pytest.raises(EplbError, match=r"^current"):
+            rebalance_experts(np.ones((1, 8)), 12, 1, 1, 4, current=current)
+
+    def test_a_tensor_that_needs_a_gradient_is_read_and_kept(self) -> None:
+        weight = torch.ones(1, 8, requires_grad=True)
+        assert rebalance_experts(weight, 12, 1, 1, 4)[0].shape == (1, 12)
+        assert weight.requires_grad
+
+    def test_more_gpus_than_the_splitter_takes_are_refused_by_their_name(self) -> None:
+        with pytest.raises(EplbError, match=r"^num_gpus: must be in \[1, 65536\]"):
+            rebalance_experts(np.ones((1, 8)), 1 << 17, 1, 1, 1 << 17)

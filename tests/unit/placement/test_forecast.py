@@ -158,8 +158,8 @@ def test_after_a_flip_the_phase_follows_what_came_since():
     found = forecast(state, history)
     assert found.shift is not None
     assert found.shift.since_window == 6
-    assert found.demand.shape[0] == 4, "only sub-windows of the new traffic make scenarios"
-    assert found.demand[:, 0, 0] == pytest.approx(np.tile(LOW[0, ::-1] / 2.0, (4, 1)))
+    new = np.tile(LOW[0, ::-1] / 2.0, (SCENARIOS, 1))
+    assert found.demand[:, 0, 0] == pytest.approx(new), "how old traffic differs is nothing here"
     later, history = run([LOW] * 6 + [LOW[:, ::-1]] * 2)
     assert forecast(later, history).shift is None, "told once"
 
@@ -176,6 +176,21 @@ def test_scenarios_deviate_as_sub_windows_did_and_more():
     totals = found.demand[:, 0, 0].sum(axis=1)
     assert totals == pytest.approx([mean_forecast(state, history)[0, 0].sum()] * 4)
     assert found.demand[:, 1].sum() == 0
+
+
+def test_after_a_flip_sub_windows_before_it_deviate_from_their_neighbours():
+    low, high = [80] * 4 + [8] * 4, [8] * 4 + [80] * 4
+    burst = [120, *low[1:]]
+    windows = [window_of([low] * 4, index=i) for i in range(5)]
+    windows += [window_of([low, burst, low, low], index=5), window_of([high] * 4, index=6)]
+    state, history = run_windows(windows)
+    found = forecast(state, history)
+    assert found.shift is not None
+    demand, mean = found.demand[:, 0, 0], mean_forecast(state, history)[0, 0]
+    assert demand[:4] == pytest.approx(np.tile(mean, (4, 1)))
+    assert demand[6, 0] > 2 * mean[0], "newest first: the burst"
+    assert (demand[[4, 5, 7], 0] < mean[0]).all()
+    assert demand[8:] == pytest.approx(np.tile(mean, (4, 1)))
 
 
 def test_scenarios_are_at_most_so_many():

@@ -60,6 +60,17 @@ def test_a_flip_is_found_in_its_own_window(first):
     assert traffic.state.parts_since[Phase.PREFILL] == 4 - first
 
 
+def test_layers_that_did_not_shift_are_not_named():
+    only = A.copy()
+    only[1:] = B[1:]
+    traffic = Traffic()
+    for _ in range(4):
+        assert traffic.window(A, A, A, A) == NONE
+    assert traffic.window(A, only, only, only) == 1
+    assert traffic.state.latest.near == (1, 2)
+    assert traffic.state.latest.layers == 2
+
+
 def test_a_small_flip_in_the_last_sub_window_is_found_in_the_next():
     mixed = 0.8 * A + 0.2 * B
     traffic = Traffic()

@@ -139,7 +139,7 @@ def test_a_shift_starts_nothing_in_a_layer_whose_moves_failed_again_and_again():
 def test_regret_of_windows_that_save_and_lose_by_turns_is_noise_unless_it_is_large():
     state = gate(regret_s=[0.3, 0.0], swing=[0.16**2, 0.0])
     assert weigh(state, [figure()], NONE, TERMS).verdict is Verdict.REGRET_BELOW_COST
-    even = gate(regret_s=[0.3, 0.0], swing=[0.14**2, 0.0])
+    even = gate(regret_s=[0.3, 0.0], swing=[0.09**2, 0.0])
     assert weigh(even, [figure()], NONE, TERMS).verdict is Verdict.REGRET_REACHED
     large = gate(regret_s=[0.5, 0.0], swing=[9.0, 0.0])
     assert weigh(large, [figure()], NONE, TERMS).verdict is Verdict.REGRET_REACHED

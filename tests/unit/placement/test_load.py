@@ -70,6 +70,17 @@ def test_reports_fall_into_the_sub_window_in_which_they_arrive():
     assert not window.demand.flags.writeable
 
 
+def test_layer_calls_are_added_up_by_phase_and_begin_anew_with_each_window():
+    load = folder()
+    first = msgspec.structs.replace(demand(1, [0], [5]), calls=(2, 3))
+    for report in (first, first, demand(2, [0], [5]), demand(1, [0], [1], "router-1")):
+        load.add_demand(report, 10.1)
+    assert load.close(12.0).calls == (2, 3)
+    assert load.close(14.0).calls == (0, 0)
+    with pytest.raises(LoadError, match="calls must be >= 0"):
+        load.add_demand(msgspec.structs.replace(demand(3, [0], [5]), calls=(-1, 0)), 14.1)
+
+
 def test_a_report_that_comes_again_counts_once_and_is_acknowledged():
     load = folder()
     assert load.acked_seq("router-0", 1) == NOTHING_ACKED

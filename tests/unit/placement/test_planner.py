@@ -13,6 +13,7 @@ from placement.planner import (
     fit,
     make_plan,
     missing_slots,
+    missing_uniform,
     plan_pays,
     prove,
     reachable_floor,
@@ -302,6 +303,20 @@ def test_missing_slots_counts_what_the_floor_needs():
     assert missing_slots(one_domain_is_large, num_keys=4, floor=2, staging_slots=1) == 2
     assert reachable_floor(one_domain_is_large, num_keys=4, floor=2, staging_slots=1) == 1
     assert reachable_floor(make_topology([2, 2]), num_keys=4, floor=2, staging_slots=1) == 0
+
+
+def test_slots_of_a_uniform_layout_are_missing_rank_by_rank():
+    spec = make_spec(num_layers=3, num_experts=4)
+
+    def missing(slots, floor=1, **fields):
+        topology = make_topology(slots, ranks_per_node=1, **fields)
+        return missing_uniform(topology, spec, floor=floor, staging_slots=1)
+
+    assert missing([7, 7]) == 0
+    assert missing([20, 5]) == 2, "what one rank has too many helps no other"
+    assert missing([20, 5], floor=2) == 12 - 4
+    assert missing([20, 5], draining=[False, True]) == 0
+    assert missing([7, 7], alive=[False, False]) == 12
 
 
 def test_gate_compares_seconds_with_seconds():

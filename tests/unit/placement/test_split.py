@@ -3,6 +3,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from placement.split import (
@@ -477,3 +478,19 @@ def test_kernels_release_the_interpreter_lock():
 def test_the_index_of_a_layer_is_read_only():
     with pytest.raises(ValueError, match="read-only"):
         LAYER.replica_rank[0] = 1
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, dtype=torch.int64, device="meta"),
+        torch.ones(2, dtype=torch.int64).to_sparse(),
+    ],
+)
+def test_tensors_that_numpy_cannot_read_are_the_fields_fault(counts: torch.Tensor) -> None:
+    with pytest.raises(SplitError, match=r"^counts: is not an array"):
+        level([0, 1], [0, 1], counts, 2)  # type: ignore[arg-type]
+    with pytest.raises(SplitError, match=r"^backlog: is not an array"):
+        level([0, 1], [0, 1], [1, 1], 2, counts)  # type: ignore[arg-type]
