@@ -76,7 +76,9 @@ class ControllerActor:
         try:
             await self._service.start()
         except StartRefused as error:
+            # It will not come up by itself. After a restart nobody asks `describe`: log it.
             self._fault = error.message
+            self._log.error("controller refuses to start", reason=self._fault)
             return True
         except MoeServeError as error:
             self._fault = error.message

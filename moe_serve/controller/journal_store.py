@@ -15,7 +15,7 @@ from pathlib import Path
 from moe_serve.controller.journal_rows import Row, RowKind, checksum
 from moe_serve.errors import MoeServeError, StaleTerm, StartRefused
 
-FORMAT = "2"
+FORMAT = "3"
 STATE_FILE = "state.db"
 INPUTS_FILE = "inputs.db"
 STARTS_KEPT = 16

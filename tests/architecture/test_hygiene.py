@@ -50,6 +50,7 @@ CORE_MAY_IMPORT = frozenset(
         "numpy",
         "operator",
         "placement",
+        "re",
         "struct",
         "types",
         "typing",
