@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KERNELS := $(VENV)/.kernels
+KERNEL_SOURCES := $(shell find placement moe_serve -name '*kernels*.py') placement/split/checks.py
 SEED ?= 1
 SEEDS ?= 20
 PYTEST := $(BIN)/python -m pytest
@@ -14,12 +16,17 @@ PYTEST := $(BIN)/python -m pytest
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
 
-setup: $(STAMP)  ## create .venv with everything and compile the numba kernels
+setup: $(STAMP) $(KERNELS)  ## create .venv with everything and compile the numba kernels
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 setup")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# numba's cache looks at the file of a kernel, not at those it imports: all are compiled anew when one changes.
+$(KERNELS): $(STAMP) $(KERNEL_SOURCES)
+	@find placement moe_serve -name '*.nb[ic]' -delete
 	$(BIN)/python -m moe_serve.warm_kernels
 	@touch $@
 

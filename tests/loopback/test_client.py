@@ -396,7 +396,7 @@ async def test_a_slow_router_is_waited_for() -> None:
     async with routers_and_client(2) as (routers, client):
         await client.spec()
         first = router_at(routers, client)
-        first.behaviour.delay_s = lambda _request: SILENCE_S * 1.5
+        first.behaviour.delay_s = lambda _request: SILENCE_S * 3
         made = batch()
         check(await client.forward(**made), made)
         assert len(first.requests) == 1
