@@ -7,25 +7,16 @@ and `placement.adapters`.
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from placement.eplb.errors import EplbError
+from placement.split.checks import UNFIT
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-_UNFIT: Final = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 @runtime_checkable
@@ -105,7 +96,7 @@ def _array(name: str, values: object, *, real: bool = False) -> npt.NDArray[Any]
             return np.asarray(values)
         tensor = values.detach().cpu()
         return np.asarray((tensor.double() if real and not tensor.is_complex() else tensor).numpy())
-    except _UNFIT as fault:
+    except UNFIT as fault:
         raise EplbError(
             name,
             f"is not an array ({str(fault) or type(fault).__name__})",

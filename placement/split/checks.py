@@ -25,7 +25,7 @@ TOTAL_MAX: Final = 1 << 62
 """Sum of counts and backlog must stay below this, so that no sum of loads leaves int64."""
 _WORD: Final = (1 << 63) - 1
 _INTEGERS: Final = (int, np.integer)
-_UNFIT: Final = (
+UNFIT: Final = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -34,6 +34,7 @@ _UNFIT: Final = (
     TypeError,
     ValueError,
 )
+"""All that libraries raise when numpy is handed what is no dense array."""
 
 
 def size(field: str, value: int, most: int) -> int:
@@ -125,7 +126,7 @@ def _array(field: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     objects of any kind fail in as many ways as there are libraries; all are the field's fault."""
     try:
         return np.asarray(values)
-    except _UNFIT as fault:
+    except UNFIT as fault:
         raise SplitError(
             field,
             f"is not an array ({str(fault) or type(fault).__name__})",
