@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.policies_optimum import Game, work_step
+from benchmarks.policies_rule import accumulate, plan_pays, regret_reached
 from benchmarks.policies_world import (
     WINDOW_S,
     Fleet,
@@ -39,10 +40,7 @@ from placement.layout import ExpertLayout
 from placement.planner import (
     Plan,
     WaveConfig,
-    accumulate,
     make_plan,
-    plan_pays,
-    regret_reached,
 )
 from placement.policy import propose
 

@@ -6,7 +6,6 @@ an expert should lie (policies do) and never run a step (the engine does).
 
 from placement.planner.compose import ALL_AT_ONCE, PlannerError, WaveConfig, make_plan
 from placement.planner.fit import fit, missing_slots, missing_uniform, reachable_floor
-from placement.planner.gate import accumulate, plan_pays, regret_reached
 from placement.planner.part import choose_parts, part_of
 from placement.planner.plan import LayerFigure, Move, MoveKind, Plan, PlannedStep, StepKind
 from placement.planner.prove import prove
@@ -21,15 +20,12 @@ __all__ = [
     "PlannerError",
     "StepKind",
     "WaveConfig",
-    "accumulate",
     "choose_parts",
     "fit",
     "make_plan",
     "missing_slots",
     "missing_uniform",
     "part_of",
-    "plan_pays",
     "prove",
     "reachable_floor",
-    "regret_reached",
 ]

@@ -46,7 +46,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from placement.planner.plan import LayerFigure, Plan
+from placement.planner.plan import LayerFigure
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -348,19 +348,3 @@ def paid_back(
 def pays(gain_s_per_s: float, cost_s: float, plan_life_s: float) -> bool:
     """Whether the predicted saving over the expected life exceeds the cost of the copies."""
     return gain_s_per_s > 0.0 and gain_s_per_s * plan_life_s > cost_s
-
-
-def plan_pays(plan: Plan, plan_life_s: float) -> bool:
-    """`pays` for a whole plan."""
-    return pays(plan.gain_s_per_s, plan.cost_s, plan_life_s)
-
-
-def accumulate(regret_s: float, gain_s_per_s: float, window_s: float, decay: float) -> float:
-    """Regret after one more window: what was lost before, decayed, and what this window lost
-    against the plan."""
-    return regret_s * decay + max(0.0, gain_s_per_s) * window_s
-
-
-def regret_reached(regret_s: float, plan: Plan) -> bool:
-    """Whether the seconds lost so far have reached the cost of moving."""
-    return regret_s >= plan.cost_s

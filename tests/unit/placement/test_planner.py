@@ -3,21 +3,19 @@
 import numpy as np
 import pytest
 
+from benchmarks.policies_rule import accumulate, plan_pays, regret_reached
 from placement.layout import EMPTY, SlotId
 from placement.planner import (
     MoveKind,
     PlannerError,
     StepKind,
     WaveConfig,
-    accumulate,
     fit,
     make_plan,
     missing_slots,
     missing_uniform,
-    plan_pays,
     prove,
     reachable_floor,
-    regret_reached,
 )
 from placement.planner.plan import PlannedStep
 from tests.builders import make_demand, make_layout, make_request, make_spec, make_topology
