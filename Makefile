@@ -6,12 +6,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 KERNEL_SOURCES := $(shell find placement moe_serve -name '*kernels*.py') placement/split/checks.py
-SEED ?= 1
-SEEDS ?= 20
+FIRST_SEED ?= 0
+SEEDS ?= 200
+INPUTS ?= 1000000
+TARGET ?=
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint fmt types cover proto docs sim chaos reference picture bench peers bench-placement test-adapters clean
+.PHONY: help setup demo test test-all lint fmt types cover proto docs sim fuzz chaos reference picture bench peers bench-placement test-adapters clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -63,8 +65,12 @@ proto: setup  ## regenerate moe_serve/rpc/v1 from protos/
 docs: setup  ## check links, the tree and the module names of docs/
 	$(PYTEST) tests/architecture/test_docs.py
 
-sim: setup  ## run the simulator's tests: make sim SEED=7 SEEDS=200
-	$(PYTEST) tests/simulation -p no:randomly --seed $(SEED) --seeds $(SEEDS)
+sim: setup  ## live through seeds of the simulated service: make sim SEEDS=200 FIRST_SEED=0
+	$(BIN)/python -m tests.simulation.campaign --first-seed $(FIRST_SEED) --seeds $(SEEDS)
+
+fuzz: setup  ## feed every decoder bytes: make fuzz INPUTS=1000000 TARGET=wire_frames (all without TARGET)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[fuzz]' || echo 'without atheris: not guided by coverage'
+	$(BIN)/python -m tests.fuzz.run --inputs $(INPUTS) $(addprefix --target ,$(TARGET))
 
 chaos: setup  ## kill, pause and partition parts of a running service
 	$(PYTEST) tests/chaos
@@ -79,11 +85,11 @@ bench: setup  ## ratios of the data path and of the compute backends
 	$(BIN)/python -m benchmarks.dataplane
 	$(BIN)/python -m benchmarks.compute
 
-peers: setup  ## fetch the published planners' files into .peers/ (unpacked, never committed)
+peers: $(STAMP)  ## fetch the published planners' files into .peers/ (unpacked, never committed)
 	$(BIN)/python -m benchmarks.placement_fetch
 
 test-adapters: setup  ## hold the adapters against the files that `make peers` fetches
-	@test -d "$${PEERS_DIR:-.peers}" || $(MAKE) peers
+	@ls "$${PEERS_DIR:-.peers}"/{vllm,sglang}_eplb/SOURCE >/dev/null 2>&1 || $(MAKE) peers
 	$(PYTEST) tests/adapters -m adapters
 
 bench-placement: setup  ## balance, writes and CPU of our planner beside published ones; seeds 0-9

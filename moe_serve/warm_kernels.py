@@ -14,6 +14,7 @@ import moe_serve.shard.kernels
 import placement.eplb.even.kernels
 import placement.forecast.kernels
 import placement.planner.kernels
+import placement.policy.candidates.estimates.kernels
 import placement.policy.candidates.kernels
 import placement.policy.kernels
 import placement.policy.leveled.drops.kernels
@@ -27,6 +28,7 @@ WARMERS: tuple[Callable[[], None], ...] = (
     placement.split.pairs.kernels.warm,
     placement.forecast.kernels.warm,
     placement.planner.kernels.warm,
+    placement.policy.candidates.estimates.kernels.warm,
     placement.policy.candidates.kernels.warm,
     placement.policy.kernels.warm,
     placement.policy.leveled.drops.kernels.warm,

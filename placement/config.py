@@ -37,7 +37,8 @@ class RebalanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Factor on accumulated regret (seconds lost) at each window."""
     cooldown_s: Seconds = 4.0
     """Least time between a plan and the next automatic one for the same layers; a detected shift
-    ends it. Doubled for layers whose last moves did not bring what they promised."""
+    ends it, and so does a layer that has lost meanwhile what its moves cost. Doubled for layers
+    whose last moves did not bring what they promised."""
     plan_life_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] = 60.0
     """Expected life of a plan: predicted saving is counted over this time."""
     target_timeout_s: Seconds = 30.0
@@ -51,8 +52,9 @@ class RebalanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     uniform: bool = False
     """The same number of slots for a layer on every rank, as engines with fixed slot tables need;
     otherwise a rank's slots are a pool that its layers share."""
-    floor: Annotated[int, Meta(ge=1, le=8)] = 1
-    """Failure domains in which every expert has a replica, where memory allows."""
+    floor: Annotated[int, Meta(ge=1, le=8)] = 2
+    """Failure domains in which every expert has a replica, where slots and ranks allow it; a record
+    says which experts have fewer. 1 leaves all spare slots to load."""
     staging_slots: Annotated[int, Meta(ge=0, le=64)] = 1
     """Empty slots every rank has after each plan."""
     byte_price: Annotated[float, Meta(ge=0.0)] = 0.0

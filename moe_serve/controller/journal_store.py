@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from moe_serve.controller.journal_rows import Row, RowKind, checksum
+from moe_serve.controller.journal_rows import Row, RowKind, checksum, is_time
 from moe_serve.errors import MoeServeError, StaleTerm, StartRefused
 
-FORMAT = "3"
+FORMAT = "4"
 STATE_FILE = "state.db"
 INPUTS_FILE = "inputs.db"
 STARTS_KEPT = 16
@@ -23,6 +23,8 @@ _FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLI
 _CLOSED_CODES = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY})
 """What says nothing about the bytes of the file: no file there and none can be made, or another
 process holds it."""
+_NO_NUMBERS = (TypeError, ValueError, OverflowError)
+"""What columns raise that hold something else than their numbers."""
 
 _STATE_SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -48,11 +50,12 @@ class JournalDamaged(StartRefused):
     """The journal is not what was written, beyond a torn last record."""
 
 
-def raise_full(error: sqlite3.Error) -> None:
+def raise_full(error: sqlite3.Error, folder: Path) -> None:
     """Raise JournalFull where the error means that the disk takes no more; return otherwise."""
     if _code(error) in _FULL_CODES:
         raise JournalFull(
-            f"the journal cannot be written: {error}; free space there, or make it writable"
+            f"the journal in {folder} cannot be written: {error}; free space there, or make it "
+            "writable"
         ) from error
 
 
@@ -77,7 +80,7 @@ class StateStore:
             self._check_meta(service_id)
             self.rows = self._read()
         except sqlite3.DatabaseError as error:
-            raise_full(error)
+            raise_full(error, folder)
             if _code(error) in _CLOSED_CODES:
                 raise StartRefused(
                     f"journal {self._path} cannot be opened: {error}; state_dir must be a folder "
@@ -87,7 +90,7 @@ class StateStore:
 
     def meta(self) -> dict[str, str]:
         """All settings of the journal itself, by key."""
-        return {str(k): str(v) for k, v in self._db.execute("SELECT key, value FROM meta")}
+        return _meta(self._db)
 
     def set_meta(self, **values: str) -> None:
         """Change settings of the journal, in one transaction."""
@@ -111,7 +114,7 @@ class StateStore:
     def _transact(
         self, *, term: int | None, rows: Sequence[Row], meta: dict[str, str], opening: bool = False
     ) -> None:
-        with _transaction(self._db):
+        with _transaction(self._db, self._path.parent):
             if term is not None:
                 self._fence(term, opening=opening)
             for key, value in meta.items():
@@ -139,18 +142,10 @@ class StateStore:
 
     def _check_meta(self, service_id: str) -> None:
         meta = self.meta()
-        if not meta:
+        if meta:
+            _check_meta(self._path, meta, service_id)
+        else:
             self.set_meta(format=FORMAT, service_id=service_id)
-        elif meta.get("format") != FORMAT:
-            raise StartRefused(
-                f"journal {self._path} has format {meta.get('format')!r}, this version reads "
-                f"{FORMAT}; run the version that wrote it, or move the file away"
-            )
-        elif meta.get("service_id") != service_id:
-            raise StartRefused(
-                f"journal {self._path} belongs to service {meta.get('service_id')!r}, not to "
-                f"{service_id!r}; give each service a state_dir of its own"
-            )
 
     def _read(self) -> list[Row]:
         rows: list[Row] = []
@@ -162,34 +157,81 @@ class StateStore:
             if last >= 0 and seq != last + 1:
                 raise self._damaged(f"record {last + 1} is missing")
             last = seq
-            if kind in set(RowKind) and checksum(kind, body) == crc:
+            # Columns of SQLite hold values of any type, whatever they were declared as.
+            typed = isinstance(at_s, float) and isinstance(body, bytes)
+            if kind in set(RowKind) and typed and checksum(kind, body) == crc:
                 rows.append(Row(RowKind(kind), at_s, body))
             else:
                 bad.append(seq)
         if bad and bad != [last]:
             raise self._damaged(f"record {bad[0]} fails its checksum")
         if bad:
-            with _transaction(self._db):
+            with _transaction(self._db, self._path.parent):
                 self._db.execute("DELETE FROM log WHERE seq = ?", (last,))
             self.dropped_tail = True
         return rows
 
     def _damaged(self, what: str) -> JournalDamaged:
-        return JournalDamaged(
-            f"journal {self._path} is damaged ({what}); move {STATE_FILE}* away to start from what "
-            "the shards hold"
+        return damaged(self._path, what)
+
+
+def damaged(path: Path, what: str) -> JournalDamaged:
+    """The one line about a journal that is not whole."""
+    line = " ".join(what.split())  # SQLite tells of some damage in several lines
+    return JournalDamaged(
+        f"journal {path} is damaged ({line:.300}); move {path.name}* away to start from what the "
+        "shards hold"
+    )
+
+
+def _meta(db: sqlite3.Connection) -> dict[str, str]:
+    return {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
+
+
+def _check_meta(path: Path, meta: dict[str, str], service_id: str) -> None:
+    if meta.get("format") != FORMAT:
+        raise StartRefused(
+            f"journal {path} has format {meta.get('format')!r:.40}, this version reads {FORMAT}; "
+            "run the version that wrote it, or move the file away"
         )
+    if meta.get("service_id") != service_id:
+        raise StartRefused(
+            f"journal {path} belongs to service {meta.get('service_id')!r:.80}, not to "
+            f"{service_id!r}; give each service a state_dir of its own"
+        )
+
+
+def peek(folder: Path, service_id: str) -> None:
+    """Look at a journal without a claim to it: for who is about to start a controller on it.
+
+    Raises StartRefused, JournalDamaged where that controller could not but refuse; returns where
+    there is none, or where it cannot be said without opening it for good.
+    """
+    path = folder / STATE_FILE
+    if not path.exists():
+        return
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            meta = _meta(db)
+    except sqlite3.OperationalError:
+        return  # a folder without rights, another program at it, a file nobody wrote to yet
+    except sqlite3.DatabaseError as error:
+        raise damaged(path, str(error)) from error
+    if meta:
+        _check_meta(path, meta, service_id)
 
 
 class InputsStore:
     """`inputs.db`. One that is damaged is moved aside: it costs replay only."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.moved_aside = False
         try:
             self._db = self._open(folder)
-        except sqlite3.DatabaseError as error:
-            raise_full(error)
+        except (sqlite3.DatabaseError, *_NO_NUMBERS) as error:
+            if isinstance(error, sqlite3.Error):
+                raise_full(error, folder)
             set_aside(folder, INPUTS_FILE)
             self.moved_aside = True
             self._db = self._open(folder)
@@ -197,36 +239,47 @@ class InputsStore:
     @staticmethod
     def _open(folder: Path) -> sqlite3.Connection:
         db = _connect(folder / INPUTS_FILE, "NORMAL", _INPUTS_SCHEMA)
-        if [str(r[0]) for r in db.execute("PRAGMA quick_check(1)")] != ["ok"]:
+        try:
+            if [str(r[0]) for r in db.execute("PRAGMA quick_check(1)")] != ["ok"]:
+                raise sqlite3.DatabaseError("inputs are not whole")
+            _segments(db)  # columns of other types are damage as well
+        except (sqlite3.DatabaseError, *_NO_NUMBERS):
             db.close()
-            raise sqlite3.DatabaseError("inputs are not whole")
+            raise
         return db
 
     def segments(self) -> list[tuple[int, int, float]]:
         """(segment, bytes, last driver time) of each segment, oldest first."""
-        return [
-            (int(s), int(b), float(t))
-            for s, b, t in self._db.execute(
-                "SELECT segment, sum(length(body)), max(at_s) FROM inputs "
-                "GROUP BY segment ORDER BY segment"
-            )
-        ]
+        return _segments(self._db)
 
     def append(self, rows: Sequence[tuple[int, str, float, bytes]]) -> None:
         """Append (segment, kind, at_s, body) in order. Raises JournalFull."""
-        with _transaction(self._db):
+        with _transaction(self._db, self._folder):
             self._db.executemany(
                 "INSERT INTO inputs (segment, kind, at_s, body) VALUES (?, ?, ?, ?)", rows
             )
 
     def drop(self, segments: Sequence[int]) -> None:
         """Forget whole segments. Raises JournalFull."""
-        with _transaction(self._db):
+        with _transaction(self._db, self._folder):
             self._db.executemany("DELETE FROM inputs WHERE segment = ?", [(s,) for s in segments])
 
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+
+
+def _segments(db: sqlite3.Connection) -> list[tuple[int, int, float]]:
+    found = [
+        (int(s), int(b), float(t))
+        for s, b, t in db.execute(
+            "SELECT segment, sum(length(body)), max(at_s) FROM inputs "
+            "GROUP BY segment ORDER BY segment"
+        )
+    ]
+    if not all(is_time(t) for _, _, t in found):
+        raise ValueError("a time of an input is none")
+    return found
 
 
 def set_aside(folder: Path, name: str) -> None:
@@ -241,7 +294,7 @@ def set_aside(folder: Path, name: str) -> None:
 
 
 @contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+def _transaction(db: sqlite3.Connection, folder: Path) -> Iterator[None]:
     """All or nothing. Raises JournalFull where the disk takes no more."""
     try:
         db.execute("BEGIN IMMEDIATE")
@@ -251,7 +304,7 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
         if db.in_transaction:
             db.execute("ROLLBACK")
         if isinstance(error, sqlite3.DatabaseError):
-            raise_full(error)
+            raise_full(error, folder)
         raise
 
 

@@ -24,17 +24,26 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from placement.adapters.counts import (
+    TooLarge,
+    check_cells,
+    check_sizes,
+    to_logical,
+    whole_counts,
+)
 from placement.eplb import EplbError
 from placement.eplb.arguments import check, whole
 from placement.eplb.plan import plan
-from placement.eplb.tensors import IntArray, summed, to_float, to_int
+from placement.eplb.tensors import IntArray, summed, to_array, to_float, to_int
 
 MAP: Final = "physical_to_logical_map"
 COUNT: Final = "logical_count"
 RECORDS: Final = "records"
 LAST_MAP: Final = f"last_{MAP}"
-COUNT_MAX: Final = 1 << 53
-"""Pairs of one dump's pass: sums of many stay far from the end of int64."""
+DUMPS_MAX: Final = 4096
+"""Dumps of one recording: one a rank, or one after the other."""
+RECORDS_MAX: Final = 1 << 20
+"""Records of one dump."""
 
 
 def location_mapping(physical_to_logical: object) -> dict[str, list[list[int]]]:
@@ -86,42 +95,49 @@ def read_location(location: str | bytes | Mapping[str, object]) -> dict[str, Int
     )
 
 
-def logical_counts(
+def recorded_counts(
     dumps: Sequence[Mapping[str, Any]], *, num_experts: int | None = None
 ) -> IntArray:
-    """Load of each recorded pass: int64 [passes, layers, experts], `history` of the planner.
+    """Load of each recorded pass: int64 [passes, layers, experts], those without load too.
 
     dumps: what `torch.load(path, weights_only=True)` gave for each file, in order of time. Two
     forms exist. Modes `stat`, `stat_approx`: `logical_count` [passes, layers, experts] of all
-    ranks together; passes of several dumps follow one another, passes without load (the unused part
-    of the recorder's ring) are left out. The ring is not turned back: once it has wrapped around,
-    its passes are not oldest first. Modes `per_pass`, `per_token`: `records` of one rank, each
-    `forward_pass_id` and `global_physical_count` [layers, physical], and the
-    `last_physical_to_logical_map`; ranks are added up, passes come in order of id.
+    ranks together; passes of several dumps follow one another. The recorder's ring is not turned
+    back: once it has wrapped around, its passes are not oldest first. Modes `per_pass`,
+    `per_token`: `records` of one rank, each `forward_pass_id` and `global_physical_count` [layers,
+    physical], and the `last_physical_to_logical_map`; ranks are added up, passes come in order of
+    id. Fractions (of `stat_approx`) are rounded.
 
-    num_experts: logical experts; None = as many as the maps name.
+    num_experts: logical experts, for dumps that hold maps; None = as many as these name.
 
-    Raises EplbError where a dump has neither form or dumps differ in form or shape.
+    Raises EplbError where a dump has neither form, a count or map is none, or dumps differ in form
+    or shape; TooLarge beyond the limits here and in `counts`.
     """
-    packs = _mappings("dumps", dumps)
+    packs = _mappings("dumps", dumps, DUMPS_MAX)
     if not packs:
         raise EplbError("dumps", "is empty", "pass at least one loaded file")
     if all(COUNT in dump for dump in packs):
-        parts = [_steps(f"dumps[{i}].{COUNT}", dump[COUNT]) for i, dump in enumerate(packs)]
-        if len({part.shape[1:] for part in parts}) > 1:
-            raise EplbError(
-                "dumps", "differ in layers or experts", "pass dumps of one model at a time"
-            )
-        counts = np.concatenate(parts)
-        used = counts[counts.any(axis=(1, 2))]
-        return used if len(used) else counts[:1]
-    if all(RECORDS in dump and LAST_MAP in dump for dump in packs):
+        return _passes_of_all_ranks(packs)
+    if all(RECORDS in dump for dump in packs):
         return _passes(packs, num_experts)
+    named = sorted({str(key)[:40] for dump in packs for key in dump})
     raise EplbError(
         "dumps",
-        f"must all hold {COUNT}, or all hold {RECORDS} and {LAST_MAP}",
-        "pass what torch.load gave for files of one recorder mode",
+        f"must all hold {COUNT}, or all hold {RECORDS} and {LAST_MAP}, got "
+        f"{', '.join(named[:12]) or 'nothing'}",
+        "use files of one mode of SGLang's recorder at a time",
     )
+
+
+def logical_counts(
+    dumps: Sequence[Mapping[str, Any]], *, num_experts: int | None = None
+) -> IntArray:
+    """`recorded_counts` without the passes that have no load (the unused part of the recorder's
+    ring): `history` of the planner. One empty pass where none has load.
+    """
+    counts = recorded_counts(dumps, num_experts=num_experts)
+    used = counts[counts.any(axis=(1, 2))]
+    return used if len(used) else counts[:1]
 
 
 def plan_init_location(
@@ -150,11 +166,13 @@ def _decoded(text: object) -> Mapping[str, object]:
         raise EplbError("location", f"is not a JSON object ({fault})", remedy) from fault
 
 
-def _mappings(name: str, values: object) -> Sequence[Mapping[str, Any]]:
-    """A list of mappings."""
+def _mappings(name: str, values: object, most: int) -> Sequence[Mapping[str, Any]]:
+    """A list of at most `most` mappings."""
     remedy = "pass a list of what torch.load gave, as SGLang wrote it"
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise EplbError(name, f"must be a list of mappings, got {type(values).__name__}", remedy)
+    if len(values) > most:
+        raise TooLarge(name, f"has {len(values)} entries, at most {most} are read", "record less")
     for number, value in enumerate(values):
         if not isinstance(value, Mapping):
             raise EplbError(
@@ -164,11 +182,13 @@ def _mappings(name: str, values: object) -> Sequence[Mapping[str, Any]]:
 
 
 def _checked_map(name: str, values: object) -> IntArray:
+    check_cells(name, values)
     found = to_int(name, values)
     if found.ndim != 2 or 0 in found.shape:
         raise EplbError(
             name, f"must have shape [layers, physical], got {found.shape}", "pass one row a layer"
         )
+    check_sizes(name, layers=len(found), experts=found.shape[1])
     least, most = int(found.min()), int(found.max())
     if least < 0 or most >= found.shape[1] or len(np.unique(found)) <= most:
         raise EplbError(
@@ -189,48 +209,71 @@ def _checked_map(name: str, values: object) -> IntArray:
 
 
 def _steps(name: str, values: object) -> IntArray:
-    counts = to_int(name, values)
+    """Counts [passes, layers, experts]; one sum of all passes is one pass."""
+    check_cells(name, values)
+    counts = to_array(name, values)
     if counts.ndim == 2:
         counts = counts[None]
-    if counts.ndim != 3 or 0 in counts.shape:
+    if counts.ndim != 3:
         raise EplbError(
             name,
-            f"must be counts >= 0 of shape [passes, layers, experts], none of which is 0, got "
-            f"{counts.shape}",
+            f"must be counts of shape [passes, layers, experts], got {list(counts.shape)}",
             "pass the dump as SGLang wrote it",
         )
-    if counts.min() < 0 or counts.sum(axis=(1, 2), dtype=np.float64).max() > COUNT_MAX:
-        raise EplbError(
-            name,
-            f"must be counts >= 0, at most {COUNT_MAX} a pass, got {int(counts.min())} to "
-            f"{int(counts.max())}",
-            "pass the dump as SGLang wrote it",
-        )
-    return counts
+    steps, layers, experts = counts.shape
+    check_sizes(name, layers=layers, experts=experts, steps=steps)
+    return whole_counts(name, counts)
+
+
+def _passes_of_all_ranks(dumps: Sequence[Mapping[str, Any]]) -> IntArray:
+    parts = [_steps(f"dumps[{i}].{COUNT}", dump[COUNT]) for i, dump in enumerate(dumps)]
+    first = parts[0].shape[1:]
+    for number, part in enumerate(parts):
+        if part.shape[1:] != first:
+            raise EplbError(
+                f"dumps[{number}].{COUNT}",
+                f"counts {list(part.shape[1:])} layers and experts, the first dump {list(first)}",
+                "use dumps of one model at a time",
+            )
+    check_sizes("dumps", layers=first[0], experts=first[1], steps=sum(map(len, parts)))
+    return np.concatenate(parts)
 
 
 def _passes(dumps: Sequence[Mapping[str, Any]], num_experts: int | None) -> IntArray:
-    maps = [_checked_map(f"dumps[{i}].{LAST_MAP}", dump[LAST_MAP]) for i, dump in enumerate(dumps)]
-    seen = int(max(found.max() for found in maps)) + 1
+    maps = [_map_of(f"dumps[{i}]", dump) for i, dump in enumerate(dumps)]
+    seen = int(maps[0].max()) + 1
+    for number, found in enumerate(maps):
+        if found.shape != maps[0].shape or int(found.max()) + 1 != seen:
+            raise EplbError(
+                f"dumps[{number}].{LAST_MAP}",
+                f"has shape {found.shape} and {int(found.max()) + 1} experts, that of the first "
+                f"dump {maps[0].shape} and {seen}",
+                "use dumps of one model at a time",
+            )
     experts = seen if num_experts is None else whole("num_experts", num_experts, seen)
     by_pass: dict[int, IntArray] = {}
     for number, (dump, found) in enumerate(zip(dumps, maps, strict=True)):
-        if found.shape != maps[0].shape:
-            raise EplbError(
-                f"dumps[{number}].{LAST_MAP}",
-                f"has shape {found.shape}, that of the first dump {maps[0].shape}",
-                "pass dumps of one model at a time",
-            )
-        layer = np.broadcast_to(np.arange(len(found))[:, None], found.shape)
         name = f"dumps[{number}].{RECORDS}"
-        for at, record in enumerate(_mappings(name, dump[RECORDS])):
-            key, physical = _record(f"{name}[{at}]", record, found.shape)
-            if key not in by_pass:
-                by_pass[key] = np.zeros((len(found), experts), dtype=np.int64)
-            np.add.at(by_pass[key], (layer, found), physical)
+        for at, record in enumerate(_mappings(name, dump[RECORDS], RECORDS_MAX)):
+            where = f"{name}[{at}]"
+            key, physical = _record(where, record, found.shape)
+            logical = to_logical(where, physical[None], found, experts)[0]
+            if key in by_pass:
+                by_pass[key] += logical
+                continue
+            by_pass[key] = logical
+            check_sizes(where, layers=len(found), experts=experts, steps=len(by_pass))
     if not by_pass:
         raise EplbError("dumps", "hold no record", "record at least one forward pass")
     return np.stack([by_pass[key] for key in sorted(by_pass)])
+
+
+def _map_of(name: str, dump: Mapping[str, Any]) -> IntArray:
+    if LAST_MAP not in dump:
+        raise EplbError(
+            name, f"{RECORDS} need {LAST_MAP} beside them", "pass the dump as SGLang wrote it"
+        )
+    return _checked_map(f"{name}.{LAST_MAP}", dump[LAST_MAP])
 
 
 def _record(name: str, record: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, IntArray]:

@@ -11,7 +11,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from placement.engine.needs import floor_of, what_changed
+from placement.engine.floor import floor_now
+from placement.engine.needs import what_changed
 from placement.engine.state import NEVER_S, PlanAsk, RankStatus
 from placement.engine.supervise import cancel_run
 from placement.engine.turn import Turn
@@ -115,7 +116,8 @@ def _missing(turn: Turn, topology: Topology, floor: int) -> int:
 
 
 def drain_asked(turn: Turn, event: DrainAsked) -> None:
-    """Move everything off a rank; refused where the others cannot hold every expert."""
+    """Move everything off a rank; refused where the others cannot hold every expert. Where they
+    cannot keep the floor, the answer says so: a machine must be let go for its upkeep."""
     if not _live_or_refuse(turn, event.request_id, event.rank):
         return
     rank = turn.rank(event.rank)
@@ -129,12 +131,16 @@ def drain_asked(turn: Turn, event: DrainAsked) -> None:
         turn.record("drain", "refused", f"rank {event.rank}: {message}")
         answer(turn, event.request_id, "refused", message, missing_bytes=missing)
         return
+    floor = floor_now(turn)
     rank.drained_by = (event.cause,)
     turn.changed()
+    left = floor_now(turn)
+    cost = f"; until it is back, {left} of {floor} failure domains for every expert"
+    words = cost if left < floor else ""
     cancel_run(turn, f"rank {event.rank} is drained")
     turn.state.retry_at_s.pop("drain", None)
-    turn.record("drain", "noted", f"rank {event.rank} is to be emptied ({event.cause})")
-    answer(turn, event.request_id, "ok", f"rank {event.rank} is being emptied")
+    turn.record("drain", "noted", f"rank {event.rank} is to be emptied ({event.cause}){words}")
+    answer(turn, event.request_id, "ok", f"rank {event.rank} is being emptied{words}")
 
 
 def _note_cause(turn: Turn, event: DrainAsked) -> None:
@@ -191,7 +197,7 @@ def budget_asked(turn: Turn, event: BudgetAsked) -> None:
         return
     before = turn.topology()
     if slots < rank.num_slots:
-        floor = max(1, floor_of(turn, before))
+        floor = max(1, floor_now(turn))
         short = _missing(turn, _changed(before, event.rank, num_slots=slots), floor)
         if short:
             missing = short * turn.spec.slot_bytes
@@ -206,7 +212,11 @@ def budget_asked(turn: Turn, event: BudgetAsked) -> None:
     rank.wanted_slots, rank.wanted_bytes = slots, event.budget_bytes
     rank.resize_sent_at_s = NEVER_S
     turn.changed()
-    cancel_run(turn, f"the budget of rank {event.rank} changes")
+    cancel_run(
+        turn,
+        f"the budget of rank {event.rank} changes",
+        drain_wait_s=turn.config.budget_drain_wait_s,
+    )
     turn.state.retry_at_s.pop("budget", None)
     turn.record("budget", "noted", f"rank {event.rank}: {rank.num_slots} -> {slots} slots")
     if slots >= rank.num_slots:

@@ -15,14 +15,14 @@ from placement.config import RebalanceConfig
 from placement.engine import admin, ranks, recover, tables, trigger
 from placement.engine.needs import next_need
 from placement.engine.state import EngineSnapshot, EngineState, copy_of, initial
-from placement.engine.steps import offer
-from placement.engine.supervise import settle_steps
+from placement.engine.steps import note_progress, offer
+from placement.engine.supervise import copy_failed, settle_steps
 from placement.engine.timers import ask_to_be_woken, pass_time
 from placement.engine.turn import LayoutCache, Turn
 from placement.layout import ExpertLayout
 from placement.messages import events as ev
 from placement.messages.effects import Effects, PublishTable, ReplaceRouter, Transition
-from placement.migration import RemoveState, StepEvent
+from placement.migration import AddState, RemoveState, StepEvent
 from placement.routing import RoutingTable
 from placement.topology import DeviceProfile, MoeSpec, Topology
 
@@ -209,6 +209,10 @@ def _step_answered(turn: Turn, event: ev.AnyEvent) -> None:
             if step.tag in (-1, event.slot_tag):
                 step.tag = event.slot_tag
             offer(turn, step, StepEvent.RESERVED)
+        case ev.CopyProgress():
+            if step.state == AddState.COPYING and event.copied_bytes > step.copied_bytes:
+                step.copied_bytes = event.copied_bytes
+                note_progress(turn, step.step.step_id)
         case ev.ExpertCopied():
             if offer(turn, step, StepEvent.COPIED) and turn.state.run is not None:
                 turn.state.run.copied_bytes += event.copy_bytes
@@ -228,7 +232,9 @@ def _step_failed(turn: Turn, event: ev.StepFailed) -> None:
         return  # the release that a recall forbade; the recall's own answer decides
     gone = event.code == "no_slot" and step.state in (RemoveState.RECALLED, RemoveState.DRAINED)
     why = f"{event.code}: {event.detail}"
-    if offer(turn, step, StepEvent.RELEASED if gone else StepEvent.FAILED, why) and not gone:
+    if gone:
+        offer(turn, step, StepEvent.RELEASED, why)
+    elif copy_failed(turn, step, event.code, why):
         turn.record(
             "step_aborted",
             "aborted",
@@ -264,6 +270,7 @@ def _quiesced(turn: Turn, event: ev.TableQuiesced) -> None:
 
 _STEP_ANSWERS = (
     ev.SlotReserved,
+    ev.CopyProgress,
     ev.ExpertCopied,
     ev.ExpertVerified,
     ev.AddAborted,

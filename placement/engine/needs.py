@@ -1,4 +1,4 @@
-"""What must be done when nothing is being done: clean up, repair, shrink, drain, apply, plan.
+"""What must be done when nothing is being done: repair, clean up, shrink, drain, apply, plan.
 
 Responsible for the order of causes and for backing off after a failure. Computes no plan: it asks
 for one. Called by the engine once a plan has ended and no target is outstanding.
@@ -8,27 +8,32 @@ from __future__ import annotations
 
 import numpy as np
 
+from placement.engine.floor import below_floor, floor_now, must_not_wait, tell_floor
 from placement.engine.outlook import scenarios_of, wary_scenarios
+from placement.engine.restore import (
+    awaits_ranks,
+    end_restoring,
+    rescue_plan,
+    restore_plan,
+)
 from placement.engine.runs import RETRY_S, cleanup_plan, start_run, terms_of
 from placement.engine.state import (
     NEVER_S,
     Outstanding,
+    PlanAsk,
     RankState,
     RankStatus,
+    SlotState,
     SlotUse,
     StoredPlan,
 )
 from placement.engine.tables import JOIN_GRACE_S
 from placement.engine.turn import Turn
-from placement.layout import ExpertLayout
 from placement.messages.effects import ComputeTarget, SetRankSlots
-from placement.planner import reachable_floor
 from placement.policy import POLICIES
 from placement.policy.base import PolicyInput
-from placement.policy.feasibility import reachable_uniform
-from placement.topology import Topology
 
-SPOKEN_FOR = frozenset({"repair", "budget", "drain"})
+SPOKEN_FOR = frozenset({"repair", "budget", "drain", "staging"})
 
 
 def next_need(turn: Turn) -> bool:
@@ -37,6 +42,13 @@ def next_need(turn: Turn) -> bool:
     _resize_ranks(turn)
     if state.run is not None or state.outstanding is not None or not _ready(turn):
         return False
+    if _restore(turn):
+        return True
+    if must_not_wait(turn):
+        if awaits_ranks(turn):
+            return False
+        _repair(turn)
+        return True
     plan = cleanup_plan(turn)
     if plan is not None:
         start_run(turn, plan, "cleanup", rule="cleanup")
@@ -45,6 +57,14 @@ def next_need(turn: Turn) -> bool:
     if cause is not None:
         ask_target(turn, cause)
         return True
+    if state.published and not turn.layout().missing():
+        tell_floor(turn)
+    return _asked(turn)
+
+
+def _asked(turn: Turn) -> bool:
+    """Start what an operator asked for."""
+    state = turn.state
     if state.apply_next is not None:
         stored, state.apply_next = state.apply_next, None
         changed = what_changed(turn, stored)
@@ -60,6 +80,34 @@ def next_need(turn: Turn) -> bool:
         )
         return True
     return False
+
+
+def _restore(turn: Turn) -> bool:
+    """After a total loss: put back what ranks that have returned held. Whether that began."""
+    state = turn.state
+    if turn.at_s < state.retry_at_s.get("restore", -NEVER_S):
+        return False
+    plan = restore_plan(turn)
+    if plan is not None:
+        start_run(turn, plan, "restore", rule="restore")
+        return True
+    if state.restoring_until_s > -NEVER_S and not awaits_ranks(turn):
+        end_restoring(turn)
+    return False
+
+
+def _repair(turn: Turn) -> None:
+    """Experts lie below the floor: a target, or where no layout holds every expert, what can be
+    done without one."""
+    if not turn.config.uniform and not floor_now(turn):
+        scenarios, weights = scenarios_of(turn)
+        load = np.tensordot(weights, scenarios.sum(axis=1), axes=1).reshape(-1)
+        plan = rescue_plan(turn, load)
+        if plan is not None:
+            detail = "the ranks cannot hold every expert; staging and surplus slots are used"
+            start_run(turn, plan, "repair", rule="repair", detail=detail)
+            return
+    ask_target(turn, "repair")
 
 
 def what_changed(turn: Turn, stored: StoredPlan) -> str:
@@ -86,6 +134,8 @@ def _ready(turn: Turn) -> bool:
         return True
     if any(r.status in (RankStatus.EXPECTED, RankStatus.RESTORED) for r in state.ranks):
         return False
+    if state.restoring_until_s > turn.at_s:
+        return True
     lost = sum(r.status is RankStatus.LOST and not r.draining for r in state.ranks)
     # Most of the fleet being replaced at once is a restart of everything: filling the first rank
     # back would be worse.
@@ -94,79 +144,54 @@ def _ready(turn: Turn) -> bool:
 
 def _wanted_cause(turn: Turn) -> str | None:
     causes = []
-    if below_floor(turn):
-        causes.append("repair" if turn.state.published else "initial")
-    if any(r.wanted_slots >= 0 and not _shrunk(turn, r) for r in turn.state.ranks):
+    if not turn.state.published and below_floor(turn):
+        causes.append("initial")  # later it is a repair, and that comes before all this
+    if any(r.wanted_slots >= 0 and _to_shrink(turn, r) for r in turn.state.ranks):
         causes.append("budget")
-    if any(r.draining and r.holds and _filled(r) for r in turn.state.ranks):
+    if any(r.draining and r.holds and _placed(r.slots) for r in turn.state.ranks):
         causes.append("drain")
+    if turn.state.published and _crowded(turn):
+        causes.append("staging")
     for cause in causes:
         if turn.at_s >= turn.state.retry_at_s.get(cause, -NEVER_S):
             return cause
     return None
 
 
-def below_floor(turn: Turn) -> bool:
-    """Whether an expert has fewer failure domains than the floor that memory allows."""
-    topology, layout = turn.topology(), turn.layout()
-    floor = floor_of(turn, topology)
-    if floor <= 1:
-        return bool(layout.missing())
-    return bool((domain_spread(layout, topology) < floor).any())
+def _placed(slots: list[SlotState]) -> int:
+    """Slots whose replicas a plan can move away; the others wait for their shard."""
+    return sum(s.use in (SlotUse.LISTED, SlotUse.VERIFIED) for s in slots)
 
 
-def floor_of(turn: Turn, topology: Topology) -> int:
-    """Failure domains, at most the configured floor, that every expert can have; 0 = the ranks
-    cannot hold every expert."""
-    spec, config = turn.spec, turn.config
-    if not config.uniform:
-        return reachable_floor(
-            topology,
-            num_keys=spec.num_keys,
-            floor=config.floor,
-            staging_slots=config.staging_slots,
-        )
-    return reachable_uniform(
-        PolicyInput(
-            spec=spec,
-            topology=topology,
-            layout=turn.layout(),
-            scenarios=np.zeros((0, 0, 0, 0)),
-            weights=np.zeros(0),
-            floor=config.floor,
-            staging_slots=config.staging_slots,
-            uniform=True,
-        )
+def _to_shrink(turn: Turn, rank: RankState) -> bool:
+    """Whether a plan is needed before the rank can give its slots up."""
+    if not rank.holds:
+        return False
+    staging = min(turn.config.staging_slots, rank.wanted_slots)
+    high = rank.slots[rank.wanted_slots :]
+    return _placed(high) > 0 or _placed(rank.slots) > rank.wanted_slots - staging
+
+
+def _crowded(turn: Turn) -> bool:
+    """Whether a rank has given staging slots away, in need or with a plan that was ended half-way,
+    and the ranks can do without."""
+    topology = turn.topology()
+    crowded = any(
+        r.status is RankStatus.LIVE
+        and not r.draining
+        and topology.ranks[r.rank].fill_max < 0
+        and _placed(r.slots) > max(0, r.num_slots - turn.config.staging_slots)
+        for r in turn.state.ranks
     )
-
-
-def domain_spread(
-    layout: ExpertLayout, topology: Topology
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Failure domains each key has a replica in: int64 [num_keys]."""
-    domains = sorted({r.failure_domain for r in topology.ranks if r.alive})
-    member = np.zeros((topology.num_ranks, len(domains)), dtype=np.int64)
-    for spec in topology.ranks:
-        if spec.alive:
-            member[spec.rank, domains.index(spec.failure_domain)] = 1
-    spread: np.ndarray[tuple[int], np.dtype[np.int64]] = (
-        ((layout.hosts > 0).astype(np.int64) @ member) > 0
-    ).sum(axis=1)
-    return spread
-
-
-def _filled(rank: RankState) -> int:
-    return sum(s.use is not SlotUse.EMPTY for s in rank.slots)
+    return crowded and floor_now(turn) > 0
 
 
 def _shrunk(turn: Turn, rank: RankState) -> bool:
-    """Whether the rank's high slots are empty and enough of the others are."""
-    if not rank.holds:
-        return True
+    """Whether the rank's high slots are given back and enough of the others hold nothing."""
     high = rank.slots[rank.wanted_slots :]
     staging = min(turn.config.staging_slots, rank.wanted_slots)
     return all(s.use is SlotUse.EMPTY for s in high) and (
-        _filled(rank) <= rank.wanted_slots - staging
+        _placed(rank.slots) <= rank.wanted_slots - staging
     )
 
 
@@ -235,7 +260,7 @@ def ask_target(
         layout=layout,
         scenarios=scenarios,
         weights=weights,
-        floor=max(1, floor_of(turn, topology)),
+        floor=max(1, floor_now(turn)),
         staging_slots=config.staging_slots,
         max_moves=limits["max_moves"],
         max_bytes=limits["max_bytes"],
@@ -275,3 +300,24 @@ def forget_outstanding(turn: Turn) -> Outstanding:
     assert outstanding is not None, "no target is outstanding"
     turn.state.outstanding = None
     return outstanding
+
+
+def drop_outstanding(turn: Turn, why: str) -> None:
+    """The answer would come too late to mean anything: what is needed is found out anew, and what
+    an operator asked for is asked for again."""
+    if turn.state.outstanding is None:
+        return
+    outstanding = forget_outstanding(turn)
+    turn.record("target_stale", "kept", f"the {outstanding.cause} target is dropped: {why}")
+    ask_again(turn, outstanding)
+
+
+def ask_again(turn: Turn, outstanding: Outstanding) -> None:
+    """What an operator asked for waits for its turn again; the rest is found out anew."""
+    if outstanding.asked_by >= 0:
+        ask = PlanAsk(
+            request_id=outstanding.asked_by,
+            policy=outstanding.policy,
+            max_moves=outstanding.max_moves,
+        )
+        turn.state.asks.insert(0, ask)

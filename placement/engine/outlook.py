@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from placement.cost import seconds_per_pair
+from placement.engine.runs import terms_of
 from placement.engine.turn import Turn
 from placement.forecast import forecast, mean_forecast, observe
 from placement.layout import ExpertLayout
-from placement.load import LoadError, LoadWindow, demand_rate
-from placement.planner.price import compiled_of, slowest_seconds
+from placement.load import LoadError, LoadWindow
+from placement.planner.price import compiled_of, slowest_of_layers, slowest_seconds
 from placement.policy.base import PolicyInput
 from placement.policy.incremental import priced_demand
 from placement.split import CompiledLayer
@@ -24,16 +25,13 @@ from placement.topology import NUM_PHASES
 
 FloatArray = npt.NDArray[np.float64]
 
-PAST_WEIGHT = FAILED_WEIGHT = 0.25
-"""Weight of the kept windows, and of those in which moves failed, in a target for wary layers; the
-forecast has the rest."""
 FAILURES_KEPT = 3
 """Failures remembered of each layer: load that flips does so between few states."""
 CALL_KEEP = 0.8
 """Share of the old mean size of calls that a window leaves: layers near the crossover must not be
 priced now as one regime, now as the other."""
-PAST_KEEP = 0.8
-"""Weight of a kept window over that of the next one."""
+WARY_KEEP = 0.9
+"""Weight of what a wary layer is planned for over that of what stands before it."""
 
 
 def take_window(turn: Turn, window: LoadWindow) -> None:
@@ -78,36 +76,36 @@ def scenarios_of(turn: Turn) -> tuple[FloatArray, FloatArray]:
 
 
 def wary_scenarios(turn: Turn) -> tuple[FloatArray, FloatArray]:
-    """`scenarios_of`, and for layers whose last moves failed also the kept windows one by one, the
-    newest with the most weight, and the windows in which they failed; the other layers see their
-    mean forecast there."""
+    """`scenarios_of`; but layers whose last moves failed are planned for whole windows one by one
+    instead of sub-windows around the forecast: the forecast, then the windows in which moves failed
+    and the kept windows by turns, newest first. A mean of two kinds of load is neither."""
     scenarios, weights = scenarios_of(turn)
     wary = turn.state.gate.wary
     if not wary.any() or not turn.state.history.windows:
         return scenarios, weights
     mean = np.tensordot(weights, scenarios, axes=1)
-    past = turn.state.history.rates()
-    recency = PAST_KEEP ** np.arange(len(past), dtype=np.float64)[::-1]
-    recency *= PAST_WEIGHT / recency.sum()
     failed = turn.state.failed_demand
     assert failed is not None, "a layer is wary, yet no moves have failed"
-    seen = wary & failed.any(axis=(1, 3))
-    extra = np.concatenate(
-        (
-            np.where(wary[:, None], past, mean),
-            np.where(seen[:, None, :, None], failed, mean),
-        )
-    )
-    shares = np.full(len(failed), FAILED_WEIGHT / len(failed))
-    weights = weights * (1.0 - PAST_WEIGHT - FAILED_WEIGHT)
-    return np.concatenate((scenarios, extra)), np.concatenate((weights, recency, shares))
+    past = turn.state.history.rates()[::-1]
+    failed = np.where(failed.any(axis=(1, 3), keepdims=True), failed, mean)
+    rows = [mean]
+    for age in range(max(len(past), len(failed))):
+        rows += [*failed[age : age + 1], *past[age : age + 1]]
+    more = len(rows) - len(scenarios)
+    if more > 0:  # early windows: the other layers see their mean there
+        scenarios = np.concatenate((scenarios, np.broadcast_to(mean, (more, *mean.shape))))
+        weights = np.concatenate((weights, weights[-1] * WARY_KEEP ** np.arange(1, more + 1)))
+        weights /= weights.sum()
+    for number in range(len(scenarios)):
+        scenarios[number][:, wary] = rows[number % len(rows)][:, wary]
+    return scenarios, weights
 
 
-def remember_failure(turn: Turn, window: LoadWindow, layers: Sequence[int]) -> None:
-    """Moves of these layers failed in the window: its demand is what they did not serve."""
+def remember_failure(turn: Turn, layers: Sequence[int]) -> None:
+    """Moves of these layers failed in the last window: its demand is what they did not serve."""
     if not layers:
         return
-    rate, known, index = demand_rate(window), turn.state.failed_demand, list(layers)
+    rate, known, index = turn.state.forecast.last, turn.state.failed_demand, list(layers)
     failed = np.zeros((FAILURES_KEPT, *rate.shape)) if known is None else known.copy()
     failed[1:, :, index] = failed[:-1, :, index]
     failed[0, :, index] = rate[:, index].transpose(1, 0, 2)
@@ -122,28 +120,24 @@ def expected_balance(turn: Turn) -> FloatArray:
     """
     demand = _priced(turn, mean_forecast(turn.state.forecast, turn.state.history))
     demand[turn.layout().replica_counts == 0] = 0.0
-    per_pair = seconds_per_pair(turn.spec, turn.topology())
-    usable = np.array([r.holds and not r.draining for r in turn.state.ranks])
-    fair_s = demand.sum(axis=1) / float((1.0 / per_pair[usable]).sum())
-    per_pair[~usable] = 0.0
-    balance = np.ones(turn.spec.num_layers, dtype=np.float64)
-    for layer in np.flatnonzero(fair_s > 0.0).tolist():
-        slowest_s = slowest_seconds(turn.compiled(layer), demand[layer : layer + 1], per_pair)
-        if slowest_s[0] > 0.0:
-            balance[layer] = min(1.0, float(fair_s[layer] / slowest_s[0]))
+    per_pair, fair_s = _fair_seconds(turn, demand)
+    slowest_s = slowest_of_layers(turn.stacked(), demand, per_pair)
+    asked = (fair_s > 0.0) & (slowest_s > 0.0)
+    share = np.divide(fair_s, slowest_s, out=np.ones_like(fair_s), where=asked)
+    balance: FloatArray = np.minimum(share, 1.0)
     return balance
 
 
-def has_demand(window: LoadWindow) -> bool:
-    """Whether anything was asked for in the window."""
-    return bool(window.demand.any())
+def has_demand(turn: Turn) -> bool:
+    """Whether anything was asked for in the last window."""
+    return bool(turn.state.forecast.last.any())
 
 
 def saving_by_layer(
-    turn: Turn, window: LoadWindow, before: ExpertLayout, after: ExpertLayout, layers: Iterable[int]
+    turn: Turn, before: ExpertLayout, after: ExpertLayout, layers: Iterable[int]
 ) -> dict[int, float]:
-    """Seconds a second that the window's own demand would have cost more on the layout before than
-    on the one after, by layer.
+    """Seconds a second that the last window's own demand would have cost more on the layout before
+    than on the one after, by layer.
 
     Only over layers whose experts all have replicas in both.
     """
@@ -156,14 +150,13 @@ def saving_by_layer(
     ]
     return _saved(
         turn,
-        window,
         {layer: (compiled_of(before, layer), compiled_of(after, layer)) for layer in whole},
     )
 
 
-def saved_by_candidate(turn: Turn, window: LoadWindow) -> FloatArray:
-    """What the kept target would have saved in the window: float64 [layers], 0 where none is kept.
-    One that uses a rank which is no longer there is kept no longer."""
+def saved_by_candidate(turn: Turn) -> FloatArray:
+    """What the kept target would have saved in the last window: float64 [layers], 0 where none is
+    kept. One that uses a rank which is no longer there is kept no longer."""
     saved = np.zeros(turn.spec.num_layers, dtype=np.float64)
     kept, layout = turn.state.candidate, turn.layout()
     if kept is None:
@@ -175,19 +168,46 @@ def saved_by_candidate(turn: Turn, window: LoadWindow) -> FloatArray:
         return saved
     whole = [layer for layer in kept.layers if layout.replica_counts[layer].all()]
     pairs = {layer: (turn.compiled(layer), turn.compiled_candidate(layer)) for layer in whole}
-    for layer, gain in _saved(turn, window, pairs).items():
+    for layer, gain in _saved(turn, pairs).items():
         saved[layer] = gain
     return saved
 
 
+def lost_while_resting(turn: Turn) -> FloatArray:
+    """What layers that cool down lost in the last window against a layout in balance: float64
+    [layers], seconds a second; 0 for the others."""
+    lost = np.zeros(turn.spec.num_layers, dtype=np.float64)
+    gate = turn.state.gate
+    cooling = (turn.at_s < gate.rest_until_s) & (gate.fruitless == 0)
+    if not cooling.any():
+        return lost
+    demand = _priced(turn, turn.state.forecast.last)
+    demand[~cooling] = 0.0
+    demand[turn.layout().replica_counts == 0] = 0.0
+    per_pair, fair_s = _fair_seconds(turn, demand)
+    slowest_s = slowest_of_layers(turn.stacked(), demand, per_pair)
+    return np.maximum(slowest_s - fair_s / max(terms_of(turn.config).stop, 1e-9), lost)
+
+
+def _fair_seconds(turn: Turn, demand: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """(seconds of a pair on each rank, 0 where no replica may be; seconds a second of each layer
+    [layers] if the others shared its demand evenly)."""
+    per_pair = seconds_per_pair(turn.spec, turn.topology())
+    usable = np.array([r.holds and not r.draining for r in turn.state.ranks])
+    together = float((1.0 / per_pair[usable]).sum())
+    fair_s = demand.sum(axis=1) / together if together > 0.0 else np.zeros(len(demand))
+    per_pair[~usable] = 0.0
+    return per_pair, fair_s
+
+
 def _saved(
-    turn: Turn, window: LoadWindow, layers: Mapping[int, tuple[CompiledLayer, CompiledLayer]]
+    turn: Turn, layers: Mapping[int, tuple[CompiledLayer, CompiledLayer]]
 ) -> dict[int, float]:
-    """Seconds a second that the window's demand costs more on the first of each two than on the
-    second; nothing for layers that nobody asked for."""
-    if not layers or window.end_s <= window.start_s:
+    """Seconds a second that the last window's demand costs more on the first of each two than on
+    the second; nothing for layers that nobody asked for."""
+    if not layers:
         return {}
-    demand = _priced(turn, demand_rate(window))
+    demand = _priced(turn, turn.state.forecast.last)
     per_pair = seconds_per_pair(turn.spec, turn.topology())
     saved: dict[int, float] = {}
     for layer, two in layers.items():

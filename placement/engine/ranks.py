@@ -7,6 +7,9 @@ Plans nothing. Called by the engine.
 
 from __future__ import annotations
 
+from placement.engine.floor import must_not_wait
+from placement.engine.needs import drop_outstanding
+from placement.engine.restore import all_lost, rank_returned, remember_listed
 from placement.engine.state import (
     NEVER_S,
     RankState,
@@ -64,6 +67,7 @@ def rank_joined(turn: Turn, event: RankJoined) -> None:
     else:
         _take_size(turn, rank, event.num_slots, returns=returns)
     turn.changed()
+    rank_returned(turn)
     adopted, orphans = _adopt(turn, rank, event.resident)
     state.retry_at_s.clear()
     turn.record(
@@ -118,6 +122,7 @@ def _reconcile(turn: Turn, rank: RankState, event: RankJoined) -> None:
     rank.set_num_slots(event.num_slots)
     resident = {r.slot: r for r in event.resident}
     steps = {s.step.slot.index: s for s in _steps_on(turn, rank.rank)}
+    gone = False
     for index, slot in enumerate(rank.slots):
         found = resident.get(index)
         step = steps.get(index)
@@ -131,6 +136,11 @@ def _reconcile(turn: Turn, rank: RankState, event: RankJoined) -> None:
             )
             rank.slots[index] = SlotState()
             turn.state.table_dirty = True
+            gone = True
+    if gone:
+        turn.changed()
+        if must_not_wait(turn):
+            cancel_run(turn, f"rank {rank.rank} lost replicas")
 
 
 def _holds(turn: Turn, slot: SlotState, found: ResidentSlot | None) -> bool:
@@ -214,6 +224,8 @@ def rank_lost(
     if rank.status is RankStatus.LOST or (rank.incarnation not in (-1, incarnation)):
         return
     held = rank.holds
+    if held:
+        remember_listed(turn, rank)
     steps = _steps_on(turn, rank_id)
     lost_slots = frozenset((rank_id, i) for i in range(len(rank.slots)))
     rank.status = RankStatus.LOST
@@ -230,13 +242,15 @@ def rank_lost(
         f"rank {rank_id} incarnation {incarnation}: {reason}",
         numbers={"rank": float(rank_id), "missing_experts": float(len(turn.layout().missing()))},
     )
+    drop_outstanding(turn, f"rank {rank_id} was lost")
     cancel_run(turn, f"rank {rank_id} was lost")
     for step in steps:
         fire(turn, step, StepEvent.RANK_LOST, f"rank {rank_id} was lost")
-        turn.state.parked.pop(step.step.step_id, None)
     recall_needed(turn, lost_slots)
     if held:
         turn.state.table_dirty = True
+        if turn.state.published and not turn.layout().replica_counts.any():
+            all_lost(turn)
     turn.state.retry_at_s.clear()
     if replace and not rank.draining:
         turn.commands.append(ReplaceRank(rank=rank_id, lost_incarnation=incarnation))

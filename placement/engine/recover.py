@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from placement.engine.shown import shown_slots
 from placement.engine.state import (
     NEVER_S,
     EngineState,
@@ -21,9 +22,9 @@ from placement.engine.state import (
     SlotUse,
     StepRun,
     first_step_id,
-    shown_slots,
 )
 from placement.engine.steps import ADD_USE, COPYING, REMOVE_USE, REMOVING
+from placement.engine.tables import JOIN_GRACE_S
 from placement.layout import EMPTY, ExpertLayout, SlotId
 from placement.messages.effects import Transition
 from placement.migration import AddState, RemoveState, is_terminal
@@ -57,6 +58,7 @@ def restart(
     for transition in transitions:
         _apply(state, spec, transition)
     assert term > state.term, f"term {term} must be above {state.term}"
+    before_s = state.now_s
     state.term = term
     state.next_step_id = max(state.next_step_id, first_step_id(term))
     state.epoch = max(state.epoch, first_epoch - 1)
@@ -64,6 +66,7 @@ def restart(
     # Its times are of another clock, and what was lost before the restart is over.
     state.gate = initial_gate(spec.num_layers)
     state.candidate = state.failed_demand = None
+    state.stall, state.stalls_in_a_row, state.source_failures = None, 0, []
     state.wake_at_s = NEVER_S
     state.outstanding = None
     state.asks, state.apply_next, state.realised = [], None, None
@@ -78,15 +81,27 @@ def restart(
         if rank.status is RankStatus.LIVE:
             rank.status = RankStatus.RESTORED
         rank.suspected_at_s = rank.resize_sent_at_s = NEVER_S
+        if before_s > rank.lost_at_s + JOIN_GRACE_S and state.restoring_until_s == -NEVER_S:
+            rank.lost_keys = []  # the newest table did without it
+        rank.lost_at_s = start_s
+    if state.restoring_until_s > -NEVER_S:
+        state.restoring_until_s = NEVER_S
     for router in state.routers.values():
         router.joined_at_s = start_s
     if state.run is not None:
         state.run.state = RunState.ENDING
         state.run.waiting = {}
-        state.run.started_at_s = start_s
+        state.run.started_at_s = state.run.progress_at_s = start_s
+        state.run.stalled = ""
     for step in [*state.parked.values(), *(state.run.steps.values() if state.run else ())]:
         # Until its rank has told what it holds nothing is asked of it, so no wait of it may end.
         step.deadline_s = NEVER_S
+        step.asked = 0
+    for step in state.parked.values():
+        # What was left behind before the restart still is.
+        slot = state.ranks[step.step.slot.rank].slots[step.step.slot.index]
+        if slot.use in (SlotUse.TAKEN, SlotUse.LEAVING):
+            slot.use = SlotUse.PARKED
 
 
 def _apply(state: EngineState, spec: MoeSpec, transition: Transition) -> None:
@@ -138,10 +153,11 @@ def _step_of(state: EngineState, spec: MoeSpec, transition: Transition) -> StepR
         return run.steps[transition.step_id]
     if run is None or transition.plan_id != run.plan_id:
         if run is not None:
-            # A newer plan has spoken, so this one had ended; its verified adds had been parked.
-            state.parked.update(
-                (i, s) for i, s in run.steps.items() if s.state == AddState.VERIFIED
-            )
+            # A newer plan has spoken, so this one had ended; what was open had been parked.
+            for number, open_step in run.steps.items():
+                if not is_terminal(open_step.step.kind, open_step.state):
+                    open_step.cause = run.cause
+                    state.parked[number] = open_step
         state.run = run = PlanRun(
             plan_id=transition.plan_id,
             cause="recovered",

@@ -12,6 +12,8 @@ from collections.abc import Collection
 import msgspec
 
 from placement.config import RebalanceConfig
+from placement.engine.restore import restored
+from placement.engine.stall import plan_ended
 from placement.engine.state import (
     PlanRun,
     RankStatus,
@@ -21,6 +23,7 @@ from placement.engine.state import (
     StepRun,
     short_hash,
 )
+from placement.engine.steps import park
 from placement.engine.turn import Turn
 from placement.layout import SlotId
 from placement.migration import AddState, RemoveState, is_terminal
@@ -30,8 +33,13 @@ from placement.planner.plan import Move, MoveKind, Plan, PlannedStep, StepKind
 RETRY_S = 5.0
 """Wait before a cause whose plan failed or was empty is tried again; a change of ranks ends the
 wait at once."""
-QUIET_CAUSES = frozenset({"initial", "cleanup"})
+FILLS = frozenset({"initial", "restore"})
+"""Causes that fill empty ranks: nothing moves by them."""
+QUIET_CAUSES = FILLS | {"cleanup"}
 """Causes whose moves are too many and too plain for a record each."""
+
+_UNSAID = "cancelled"
+_UNANSWERED = "its shard has not given the slot back yet"
 
 CHOSEN_CAUSES = frozenset({"auto", "asked"})
 """Causes after whose plans the automatic trigger cools down; what had to be done is no reason to
@@ -84,6 +92,7 @@ def start_run(
         started_at_s=turn.at_s,
         drain_wait_s=config.budget_drain_wait_s if cause == "budget" else config.drain_wait_s,
         before=turn.layout(),
+        progress_at_s=turn.at_s,
     )
     open_wave(run, 0)
     turn.state.run = run
@@ -211,33 +220,33 @@ def back_off(turn: Turn, cause: str) -> None:
 
 
 def finish_run(turn: Turn) -> None:
-    """Close the running plan: all its steps have ended, or wait verified for the first table
-    (parked)."""
+    """Close the running plan. Steps that are open, for they wait for the first table or for a shard
+    that does not answer, are parked."""
     state, run = turn.state, turn.state.run
     assert run is not None, "no plan to finish"
     steps_of: dict[int, list[StepRun]] = {}
     for step in run.steps.values():
         steps_of.setdefault(step.step.move_id, []).append(step)
-        if not has_ended(step):
-            assert step.state == AddState.VERIFIED, (
-                f"step {step.step.step_id} is still {step.state}"
-            )
-            state.parked[step.step.step_id] = step
+    _park_open(turn, run)
+    if run.cause == "restore":
+        for step in run.steps.values():
+            if did_its_work(step):
+                restored(turn, step.step.slot)
     done = 0
     for move in run.plan.moves:
         steps = steps_of.get(move.move_id, [])
-        whole = bool(steps) and all(did_its_work(s) or not has_ended(s) for s in steps)
+        whole = bool(steps) and all(did_its_work(s) or s.state == AddState.VERIFIED for s in steps)
         done += whole
-        if whole and run.cause != "initial":  # the first fill of empty ranks moves nothing
+        if whole and run.cause not in FILLS:
             state.moves_done[move.kind.value] = state.moves_done.get(move.kind.value, 0) + 1
         elif not whole:
             state.moves_aborted += 1
         if run.cause not in QUIET_CAUSES:
-            why = next((s.why for s in steps if s.why), "cancelled")
+            why = next((s.why for s in steps if s.why), _UNSAID)
             took = f"done in {turn.at_s - run.started_at_s:.3f} s" if whole else why
             _record_move(turn, run, move, "done" if whole else "aborted", took)
     whole_plan = done == len(run.plan.moves) and run.state is RunState.RUNNING
-    if not done and run.plan.moves:
+    if not done and run.plan.moves and not _may_try_elsewhere(turn, run):
         back_off(turn, run.cause)  # what failed whole would fail whole again at once
     turn.record(
         "plan_done",
@@ -253,10 +262,12 @@ def finish_run(turn: Turn) -> None:
         copy_bytes=run.copied_bytes,
     )
     state.copy_bytes_done += run.copied_bytes
+    plan_ended(turn, run, done)
     state.run = None
     layers = [f.layer for f in run.plan.layers]
     if run.cause in CHOSEN_CAUSES:
-        state.gate = moved(state.gate, layers, turn.at_s, terms_of(turn.config))
+        costs = {f.layer: f.cost_s for f in run.plan.layers}
+        state.gate = moved(state.gate, costs, turn.at_s, terms_of(turn.config))
     forget_candidate(turn, layers)
     if done and run.plan.gain_s_per_s > 0.0:
         state.realised = Realised(
@@ -270,6 +281,34 @@ def finish_run(turn: Turn) -> None:
         )
 
 
+def _may_try_elsewhere(turn: Turn, run: PlanRun) -> bool:
+    """Whether a failed repair need not wait: a source or a rank that let it hang is avoided now."""
+    stall = turn.state.stall
+    hung = stall is not None and stall.plan_id == run.plan_id
+    return run.cause == "repair" and (hung or any(s.stuck for s in run.steps.values()))
+
+
+def _park_open(turn: Turn, run: PlanRun) -> None:
+    """Leave the plan's open steps behind. Their slots stay taken; nothing else waits for them."""
+    for step in run.steps.values():
+        if not has_ended(step):
+            park(turn, step, run.cause)
+            step.why = step.why or _UNANSWERED
+    left = [s for s in turn.state.parked.values() if s.step.step_id in run.steps]
+    waiting = [s for s in left if s.state != AddState.VERIFIED]
+    if not waiting:
+        return
+    ranks = sorted({s.step.slot.rank for s in waiting})
+    turn.record(
+        "parked",
+        "noted",
+        f"{len(waiting)} steps of plan {run.plan_id} wait for ranks "
+        f"{', '.join(map(str, ranks))}: their slots stay taken, nothing else waits for them",
+        plan_id=run.plan_id,
+        numbers={"steps": float(len(waiting)), "ranks": float(len(ranks))},
+    )
+
+
 def terms_of(config: RebalanceConfig) -> Terms:
     """Settings of the gate."""
     return Terms(
@@ -279,6 +318,7 @@ def terms_of(config: RebalanceConfig) -> Terms:
         decay=config.regret_decay,
         plan_life_s=config.plan_life_s,
         cooldown_s=config.cooldown_s,
+        parts=config.sub_windows,
     )
 
 

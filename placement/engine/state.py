@@ -5,8 +5,9 @@ topology). Decides nothing. Used by every module of this package; encoded by `me
 
 A slot's use says who may touch it. EMPTY -> TAKEN (an add has claimed it) -> VERIFIED (proved, in
 no table yet) -> LISTED (in the newest table) -> LEAVING (a remove took it out of the table) ->
-EMPTY. ORPHAN is what a shard holds and nobody asked for: it is released before anything else is
-planned.
+EMPTY. ORPHAN is what a shard holds and nobody asked for: it is to be released. PARKED is what an
+ended plan left behind: its shard was asked to give the slot back and has not said that it did.
+Nothing waits for such a slot, and nothing is put into it.
 """
 
 from __future__ import annotations
@@ -15,18 +16,17 @@ import hashlib
 from enum import IntEnum, StrEnum
 
 import msgspec
-import numpy as np
 
 from placement.config import RebalanceConfig
 from placement.forecast import ForecastState, initial_state
-from placement.layout import ABSENT, EMPTY, ExpertLayout, IntArray
+from placement.layout import EMPTY, ExpertLayout, IntArray
 from placement.load import LoadHistory
 from placement.messages.codec import decode_as, encode
 from placement.messages.events import DrainCause
 from placement.planner.gate import FloatArray, GateState, initial_gate
 from placement.planner.plan import Plan, PlannedStep
 from placement.routing import RankAddress
-from placement.topology import NUM_PHASES, DeviceProfile, MoeSpec, RankSpec, Topology
+from placement.topology import NUM_PHASES, DeviceProfile, MoeSpec, Topology
 
 NEVER_S = float("inf")
 
@@ -40,6 +40,7 @@ class SlotUse(IntEnum):
     LISTED = 3
     LEAVING = 4
     ORPHAN = 5
+    PARKED = 6
 
 
 class SlotState(msgspec.Struct):
@@ -82,6 +83,9 @@ class RankState(msgspec.Struct, kw_only=True):
     wanted_bytes: int = -1
     resize_sent_at_s: float = NEVER_S
     slots: list[SlotState] = []
+    lost_keys: list[int] = []
+    """Of a lost rank: the key that the newest table listed in each slot, EMPTY for none."""
+    lost_at_s: float = -NEVER_S
 
     @property
     def holds(self) -> bool:
@@ -130,6 +134,23 @@ class StepRun(msgspec.Struct, kw_only=True):
     source_tag: int = -1
     copy_s: float = 0.0
     why: str = ""
+    asked: int = 0
+    """Times its shard was asked, in the present state, to abort, release or prove the slot."""
+    copied_bytes: int = 0
+    """Of a copy that is under way, as far as its shard has told."""
+    cause: str = ""
+    """Of a parked step: cause of the plan that left it behind."""
+
+    @property
+    def stuck(self) -> bool:
+        """Whether its shard let the first wait pass without an answer: nothing waits for it any
+        more."""
+        return self.asked >= STUCK_AFTER_ASKED
+
+
+STUCK_AFTER_ASKED = 2
+"""Times a shard is asked before nothing waits for its answer any more (it is asked on all the
+same)."""
 
 
 class RunState(StrEnum):
@@ -156,6 +177,29 @@ class PlanRun(msgspec.Struct, kw_only=True):
     """Adds of the present wave that have not begun, in their order, by target rank."""
     state: RunState = RunState.RUNNING
     copied_bytes: int = 0
+    progress_at_s: float = -NEVER_S
+    """Last time that a step of it changed its state or a copy of it told of more bytes."""
+    longest_gap_s: float = 0.0
+    """Longest time between two of these."""
+    stalled: str = ""
+    """Why it does not go on, in words; "" while it does."""
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
+    """The last plan that stood still for too long, until another one gets something done."""
+
+    plan_id: str
+    cause: str
+    at_s: float
+    why: str
+
+
+class SourceFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy of this key from this rank (-1: the checkpoint) failed. The newest of each."""
+
+    key: int
+    rank: int
+    at_s: float
 
 
 class Outstanding(msgspec.Struct, kw_only=True):
@@ -233,7 +277,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     revision: int = 0
     run: PlanRun | None = None
     parked: dict[int, StepRun] = {}
-    """Verified adds of ended runs that wait for the first table."""
+    """Steps that ended runs left open: verified adds that wait for the first table, and what a
+    shard was asked to give back and has not answered."""
     copying: set[int] = set()
     """Adds that have begun and are neither verified nor ended."""
     removing: set[int] = set()
@@ -253,6 +298,16 @@ class EngineState(msgspec.Struct, kw_only=True):
     call_tokens: tuple[float, float] = (0.0, 0.0)
     """Mean tokens of a layer call by phase, smoothed over windows; 0 where no router counted."""
     realised: Realised | None = None
+    stall: Stall | None = None
+    plans_stalled: int = 0
+    stalls_in_a_row: int = 0
+    """Plans that were aborted because they stood still; each doubles the patience with the next."""
+    source_failures: list[SourceFailure] = []
+    """Oldest first."""
+    restoring_until_s: float = -NEVER_S
+    """After everything was lost: until then lost ranks are waited for, and filled as they were."""
+    floor_told: tuple[int, int] = (-1, 0)
+    """(reachable floor, experts below the configured one), as last recorded."""
     wake_at_s: float = NEVER_S
     next_step_id: int = 0
     next_move_id: int = 0
@@ -323,48 +378,6 @@ def initial(
 def copy_of(state: EngineState) -> EngineState:
     """A copy that shares nothing that can change."""
     return decode_as(encode(state), EngineState)
-
-
-def shown_key(slot: SlotState) -> int:
-    """Key a layout shows for the slot: what is listed or will be; everything else counts as EMPTY.
-
-    Nothing is planned while a slot is neither listed, verified nor empty.
-    """
-    return slot.key if slot.use in (SlotUse.LISTED, SlotUse.VERIFIED) else EMPTY
-
-
-def shown_slots(state: EngineState) -> IntArray:
-    """Matrix of `shown_key`, as wide as the widest rank; ranks that hold nothing any more are
-    ABSENT."""
-    width = max((r.num_slots for r in state.ranks), default=0)
-    slots = np.full((len(state.ranks), width), ABSENT, dtype=np.int32)
-    for rank in state.ranks:
-        if rank.holds:
-            slots[rank.rank, : rank.num_slots] = [shown_key(s) for s in rank.slots]
-    return slots
-
-
-def planning_topology(
-    state: EngineState, profiles: tuple[DeviceProfile, ...], cross_node_bytes_per_s: float
-) -> Topology:
-    """Ranks as the next plan must see them: wanted budgets instead of present ones, draining ranks
-    marked."""
-    return Topology(
-        ranks=tuple(
-            RankSpec(
-                rank=r.rank,
-                node=r.node,
-                failure_domain=r.failure_domain,
-                num_slots=r.num_slots if r.wanted_slots < 0 else min(r.num_slots, r.wanted_slots),
-                profile=r.profile,
-                alive=r.holds,
-                draining=r.draining,
-            )
-            for r in state.ranks
-        ),
-        profiles=profiles,
-        cross_node_bytes_per_s=cross_node_bytes_per_s,
-    )
 
 
 def short_hash(plan: Plan) -> str:

@@ -7,23 +7,28 @@ about plans. Called by supervise, ranks and the engine's answers.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-
-from placement.cost import copy_seconds
-from placement.engine.state import NEVER_S, RankStatus, SlotUse, StepRun, shown_key
+from placement.engine.shown import shown_key
+from placement.engine.source import find_source
+from placement.engine.state import NEVER_S, RunState, SlotUse, StepRun
 from placement.engine.turn import Turn
-from placement.layout import EMPTY, SlotId
+from placement.layout import EMPTY
 from placement.messages.effects import (
     AbortAdd,
     CopyExpert,
-    CopySource,
     ReleaseSlot,
     ReserveSlot,
     Transition,
     VerifyExpert,
 )
-from placement.migration import AddState, RemoveState, StepAction, StepEvent, advance, can_take
+from placement.migration import (
+    AddState,
+    RemoveState,
+    StepAction,
+    StepEvent,
+    advance,
+    can_take,
+    is_terminal,
+)
 from placement.planner.plan import StepKind
 
 COPY_SLACK = 5.0
@@ -43,6 +48,8 @@ ADD_USE = {
     AddState.LISTED: SlotUse.LISTED,
     AddState.ABORTED: SlotUse.EMPTY,
 }
+PARKABLE = frozenset({AddState.VERIFIED, AddState.ABORTING}) | REMOVING
+"""States in which an ended plan may leave a step: all that is open and does not copy."""
 REMOVE_USE = {
     RemoveState.UNLISTED: SlotUse.LEAVING,
     RemoveState.ACKED: SlotUse.LEAVING,
@@ -62,6 +69,7 @@ def fire(turn: Turn, run: StepRun, event: StepEvent, why: str = "") -> None:
     if why:
         run.why = why
     if after != before:
+        run.asked = 0
         _set_use(turn, run, before)
         _set_index(turn, run)
         _set_deadline(turn, run)
@@ -82,7 +90,10 @@ def fire(turn: Turn, run: StepRun, event: StepEvent, why: str = "") -> None:
                 epoch=run.epoch,
             )
         )
+        note_progress(turn, step.step_id)
     _act(turn, run, action)
+    if turn.state.parked and is_terminal(step.kind, after):
+        turn.state.parked.pop(step.step_id, None)
 
 
 def offer(turn: Turn, run: StepRun, event: StepEvent, why: str = "") -> bool:
@@ -92,6 +103,33 @@ def offer(turn: Turn, run: StepRun, event: StepEvent, why: str = "") -> bool:
         return False
     fire(turn, run, event, why)
     return True
+
+
+def note_progress(turn: Turn, step_id: int) -> None:
+    """Something happened to a step: where it is one of the running plan, the plan goes on."""
+    run = turn.state.run
+    if run is None or step_id not in run.steps:
+        return
+    run.longest_gap_s = max(run.longest_gap_s, turn.at_s - run.progress_at_s)
+    run.progress_at_s = turn.at_s
+    if run.stalled and run.state is RunState.RUNNING:
+        turn.state.stall = None
+    run.stalled = ""
+
+
+def park(turn: Turn, run: StepRun, cause: str) -> None:
+    """Leave an open step of an ended plan behind: it goes on by itself, and its slot stays taken
+    until its shard has answered or is lost. cause: of its plan."""
+    step, slot = run.step, turn.slot(run.step.slot.rank, run.step.slot.index)
+    assert run.state in PARKABLE, f"step {step.step_id} cannot be left in {run.state}"
+    assert slot is not None and slot.key == turn.spec.key(step.layer, step.expert), (  # noqa: PT018
+        f"step {step.step_id}: slot {step.slot} is not its own"
+    )
+    run.cause = cause
+    turn.state.parked[step.step_id] = run
+    if slot.use in (SlotUse.TAKEN, SlotUse.LEAVING):
+        slot.use = SlotUse.PARKED
+        turn.changed(step.slot.rank, step.slot.index)
 
 
 def _set_use(turn: Turn, run: StepRun, before: str) -> None:
@@ -118,12 +156,14 @@ def _set_use(turn: Turn, run: StepRun, before: str) -> None:
             return
         use = REMOVE_USE[RemoveState(run.state)]
         assert slot.key == key, f"step {step.step_id}: slot {step.slot} holds {slot.key}"
-    shown = shown_key(slot)
+    if step.step_id in turn.state.parked and use in (SlotUse.TAKEN, SlotUse.LEAVING):
+        use = SlotUse.PARKED
+    shown, freed = shown_key(slot), slot.use is SlotUse.PARKED and use is SlotUse.EMPTY
     slot.use = use
     slot.key = EMPTY if use is SlotUse.EMPTY else key
     slot.tag = -1 if use is SlotUse.EMPTY else run.tag
     if shown_key(slot) != shown:
-        turn.changed(step.slot.rank, step.slot.index)
+        turn.changed(step.slot.rank, step.slot.index, stale=not freed)
 
 
 def _set_index(turn: Turn, run: StepRun) -> None:
@@ -195,40 +235,5 @@ def _act(turn: Turn, run: StepRun, action: StepAction) -> None:
         turn.state.table_dirty = True
     if action in (StepAction.ABORT, StepAction.RECALL, StepAction.RELEASE):
         # Asked again until the shard answers or is lost.
+        run.asked += 1
         run.deadline_s = turn.at_s + max(ASK_AGAIN_S, turn.config.drain_wait_s)
-
-
-def find_source(turn: Turn, run: StepRun) -> CopySource:
-    """Nearest proved replica (own rank, own node, another node), least busy first; the checkpoint
-    where none lives."""
-    target = turn.rank(run.step.slot.rank)
-    hosts = turn.layout().slots_of(run.step.layer, run.step.expert)
-    busy = copies_out_of(turn.open_steps(turn.state.copying)) if hosts else {}
-    best: tuple[tuple[bool, bool, int, int], SlotId] | None = None
-    for slot_id in hosts:
-        rank = turn.rank(slot_id.rank)
-        if rank.status is not RankStatus.LIVE or rank.suspected_at_s != NEVER_S:
-            continue
-        order = (
-            rank.rank != target.rank,
-            rank.node != target.node,
-            busy.get(rank.rank, 0),
-            rank.rank,
-        )
-        if best is None or order < best[0]:
-            best = (order, slot_id)
-    if best is None:
-        return CopySource(rank=-1)
-    rank = turn.rank(best[1].rank)
-    tag = rank.slots[best[1].index].tag
-    return CopySource(rank=rank.rank, slot=best[1].index, slot_tag=tag, address=rank.address)
-
-
-def copies_out_of(copying: Sequence[StepRun]) -> dict[int, int]:
-    """Copies running out of each rank (checkpoint reads are -1), of the adds under way."""
-    return Counter([s.source_rank for s in copying if s.state != AddState.ABORTING])
-
-
-def price_copy(turn: Turn, run: StepRun, source: CopySource) -> float:
-    """Seconds the copy should take by the declared rates."""
-    return copy_seconds(turn.spec.expert_bytes, source.rank, run.step.slot.rank, turn.topology())

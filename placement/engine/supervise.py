@@ -3,15 +3,35 @@ plan does.
 
 Responsible for waves and their one table each. Chooses no step: plans come from the planner. Called
 by the engine after every event, until nothing moves any more.
+
+No shard's silence keeps the engine waiting. A step whose shard was asked to give something back and
+let the first wait pass is *stuck*: its wave goes on without it. A plan that was ended while an
+expert lies below the floor waits for none of its steps at all. What is open then is parked.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
+from placement.engine.floor import floor_now, must_not_wait
 from placement.engine.runs import did_its_work, finish_run, has_ended, open_wave
-from placement.engine.state import NEVER_S, PlanRun, RankStatus, RunState, SlotUse, StepRun
-from placement.engine.steps import copies_out_of, find_source, fire, offer, price_copy
+from placement.engine.source import (
+    SOURCE_CODES,
+    copies_out_of,
+    find_source,
+    price_copy,
+    source_failed,
+)
+from placement.engine.state import (
+    NEVER_S,
+    STUCK_AFTER_ASKED,
+    PlanRun,
+    RankStatus,
+    RunState,
+    SlotUse,
+    StepRun,
+)
+from placement.engine.steps import PARKABLE, fire, offer
 from placement.engine.tables import (
     advance_removals,
     drop_silent_routers,
@@ -43,16 +63,33 @@ def advance_run(turn: Turn) -> bool:
 
 
 def _wave_open(turn: Turn, run: PlanRun) -> bool:
-    """Whether a step of the wave (of the whole plan, once it ends) is still open and not merely
-    waiting for a table."""
-    if run.waiting or turn.state.copying or turn.state.removing:
+    """Whether a step of the wave (of the whole plan, once it ends) is still open and waited for;
+    see the module's text. Nor is one waited for that merely waits for a table."""
+    if run.waiting:
         return True
+    ending = run.state is RunState.ENDING
+    in_hand = turn.open_steps(_in_hand(turn, turn.state.copying | turn.state.removing))
+    if in_hand:
+        if not ending and not all([s.stuck for s in in_hand]):
+            return True
+        urgent = ending and must_not_wait(turn)
+        if not all([s.stuck or (urgent and s.state in PARKABLE) for s in in_hand]):
+            return True
     withheld = not may_publish(turn)
+    known = {s.step.step_id for s in in_hand}
     return any(
-        not has_ended(s) and not (withheld and s.state == AddState.VERIFIED)
+        not has_ended(s)
+        and s.step.step_id not in known
+        and not (withheld and s.state == AddState.VERIFIED)
         for s in run.steps.values()
-        if s.step.wave == run.wave or run.state is RunState.ENDING
+        if s.step.wave == run.wave or ending
     )
+
+
+def _in_hand(turn: Turn, ids: set[int]) -> set[int]:
+    """Those steps that are the running plan's own."""
+    parked = turn.state.parked
+    return ids - parked.keys() if parked else ids
 
 
 def _begin_adds(turn: Turn, run: PlanRun) -> bool:
@@ -60,8 +97,8 @@ def _begin_adds(turn: Turn, run: PlanRun) -> bool:
     if not run.waiting:
         return False
     moved = False
-    copying = turn.open_steps(turn.state.copying)
-    into = Counter([s.step.slot.rank for s in copying])
+    copying = turn.open_steps(_in_hand(turn, turn.state.copying))
+    into = Counter([s.step.slot.rank for s in copying if s.asked < STUCK_AFTER_ASKED])
     most = turn.config.wave_adds_per_rank
     open_ranks = sorted(rank for rank in run.waiting if into[rank] < most)
     busy = copies_out_of(copying) if open_ranks else {}
@@ -107,9 +144,13 @@ def _may_begin(turn: Turn, run: PlanRun, step: StepRun) -> bool | None:
     gone."""
     for before in step.step.after:
         other = run.steps[before]
-        assert has_ended(other), f"step {before} is {other.state}, yet a later wave is open"
+        assert has_ended(other) or other.stuck, (
+            f"step {before} is {other.state}, yet a later wave is open"
+        )
         if not did_its_work(other):
             return False
+    if _still_held(turn, step):
+        return False
     rank = turn.rank(step.step.slot.rank)
     slot = turn.slot(step.step.slot.rank, step.step.slot.index)
     if rank.status is not RankStatus.LIVE or slot is None or slot.use is not SlotUse.EMPTY:
@@ -117,10 +158,23 @@ def _may_begin(turn: Turn, run: PlanRun, step: StepRun) -> bool | None:
     return None if rank.suspected_at_s != NEVER_S else True
 
 
+def _still_held(turn: Turn, step: StepRun) -> bool:
+    """Whether its rank was asked to let go of the very expert and has not done so: were that taken
+    back, the rank would hold it twice."""
+    return any(
+        s.step.kind is StepKind.REMOVE
+        and (s.step.slot.rank, s.step.layer, s.step.expert)
+        == (step.step.slot.rank, step.step.layer, step.step.expert)
+        for s in turn.state.parked.values()
+    )
+
+
 def _publish_wave(turn: Turn, run: PlanRun) -> bool:
     """Once no add of the wave is under way: one table that lists the verified and drops what may
     go."""
-    if run.waiting or turn.state.copying:
+    if run.waiting or not all(
+        [s.stuck for s in turn.open_steps(_in_hand(turn, turn.state.copying))]
+    ):
         return False
     wave = [s for s in run.steps.values() if s.step.wave == run.wave]
     fresh = [s for s in wave if s.step.kind is StepKind.ADD and s.state == AddState.VERIFIED]
@@ -133,7 +187,7 @@ def _publish_wave(turn: Turn, run: PlanRun) -> bool:
             _unlist_orphan(turn, run, step)
         return True
     if not may_publish(turn):
-        return False
+        return _give_up_removals(turn, planned)
     unlist: list[StepRun] = []
     leaving: dict[tuple[int, int], int] = {}
     for step in planned:
@@ -150,6 +204,16 @@ def _publish_wave(turn: Turn, run: PlanRun) -> bool:
         return True
     publish(turn, unlist)
     return True
+
+
+def _give_up_removals(turn: Turn, planned: list[StepRun]) -> bool:
+    """Before the first table: experts that the wave did not bring keep the table away, and a
+    removal that waited for it would keep the next plan away. Whether any is given up."""
+    if turn.state.published or not turn.layout().missing():
+        return False
+    for step in planned:
+        fire(turn, step, StepEvent.CANCELLED, "no table yet: not every expert is resident")
+    return bool(planned)
 
 
 def _unlist_orphan(turn: Turn, run: PlanRun, step: StepRun) -> None:
@@ -174,9 +238,11 @@ def _cancel_planned(turn: Turn, run: PlanRun) -> bool:
     return moved
 
 
-def cancel_run(turn: Turn, why: str) -> None:
+def cancel_run(turn: Turn, why: str, *, drain_wait_s: float = NEVER_S) -> None:
     """End the running plan: what has not begun is cancelled, copies are aborted, begun removals go
-    on."""
+    on. drain_wait_s: the longest that removals, parked ones too, wait from now on; by default as
+    long as they would have."""
+    _shorten_waits(turn, drain_wait_s)
     run = turn.state.run
     if run is None or run.state is RunState.ENDING:
         return
@@ -188,17 +254,36 @@ def cancel_run(turn: Turn, why: str) -> None:
             step.why = why
 
 
+def _shorten_waits(turn: Turn, drain_wait_s: float) -> None:
+    if turn.state.run is not None:
+        turn.state.run.drain_wait_s = min(turn.state.run.drain_wait_s, drain_wait_s)
+    for step in turn.open_steps(turn.state.removing):
+        if step.state in (RemoveState.UNLISTED, RemoveState.ACKED):
+            step.deadline_s = min(step.deadline_s, turn.at_s + drain_wait_s)
+
+
 def recall_needed(turn: Turn, lost_slots: frozenset[tuple[int, int]]) -> None:
-    """Take back removals whose expert has no other replica left, or that relied on an add in a lost
-    slot."""
-    run = turn.state.run
-    if run is None or run.cause == "cleanup":
+    """Take back removals whose expert has fewer other replicas than the floor, or that relied on an
+    add in a lost slot: no replica is nearer than one that has not gone yet."""
+    if not turn.state.removing:
         return
+    run, floor = turn.state.run, max(1, floor_now(turn))
     for step_id in sorted(turn.state.removing):
-        step = turn.known_step(step_id)
-        relied_lost = any(tuple(run.steps[a].step.slot) in lost_slots for a in step.step.after)
-        if relied_lost or remaining_replicas(turn, step) == 0:
+        step, relied = turn.known_step(step_id), False
+        cause = step.cause
+        if step_id not in turn.state.parked:
+            assert run is not None, f"removal {step_id} belongs to no plan"
+            cause = run.cause
+            relied = any(tuple(run.steps[a].step.slot) in lost_slots for a in step.step.after)
+        if cause != "cleanup" and (relied or remaining_replicas(turn, step) < floor):
             offer(turn, step, StepEvent.CANCELLED, "a replica it relied on was lost")
+
+
+def copy_failed(turn: Turn, step: StepRun, code: str, why: str) -> bool:
+    """A command of the step failed. Whether its state could take that."""
+    if step.state == AddState.COPYING and code in SOURCE_CODES:
+        source_failed(turn, step)
+    return offer(turn, step, StepEvent.FAILED, why)
 
 
 def pass_deadlines(turn: Turn) -> None:
@@ -221,6 +306,8 @@ def pass_deadlines(turn: Turn) -> None:
                 move_id=step.step.move_id,
             )
         elif before in (AddState.RESERVED, AddState.COPYING):
+            if before == AddState.COPYING:
+                source_failed(turn, step)
             turn.record(
                 "step_aborted",
                 "aborted",

@@ -17,7 +17,13 @@ from placement.planner.price import mean_demand
 from placement.policy import propose
 from placement.policy.base import PolicyError
 
-_REASONS = {"initial": "first fill", "repair": "repair", "budget": "budget", "drain": "drain"}
+_REASONS = {
+    "initial": "first fill",
+    "repair": "repair",
+    "budget": "budget",
+    "drain": "drain",
+    "staging": "staging slot",
+}
 
 
 def compute_target(

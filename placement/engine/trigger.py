@@ -13,11 +13,12 @@ import msgspec
 import numpy as np
 
 from placement.engine.decision import decide, layers_in_words
-from placement.engine.needs import SPOKEN_FOR, ask_target, forget_outstanding
+from placement.engine.needs import ask_again, ask_target, forget_outstanding
 from placement.engine.outlook import (
     FloatArray,
     expected_balance,
     has_demand,
+    lost_while_resting,
     remember_failure,
     saved_by_candidate,
     saving_by_layer,
@@ -25,7 +26,7 @@ from placement.engine.outlook import (
 )
 from placement.engine.runs import back_off, start_run, terms_of
 from placement.engine.shift import ShiftSeen, shift_seen
-from placement.engine.state import Outstanding, PlanAsk, StoredPlan, short_hash
+from placement.engine.state import Outstanding, StoredPlan, short_hash
 from placement.engine.turn import Turn
 from placement.layout import LayoutError
 from placement.load import LoadError
@@ -50,8 +51,9 @@ def window_closed(turn: Turn, event: WindowClosed) -> None:
     if len(state.gate.regret_s) != turn.spec.num_layers:
         state.gate = initial_gate(turn.spec.num_layers)
     _tell_realised(turn, event)
-    state.gate = charge(state.gate, saved_by_candidate(turn, event.window), terms)
-    why_not = _why_not(turn, event)
+    saved, lost = saved_by_candidate(turn), lost_while_resting(turn)
+    state.gate = charge(state.gate, saved, lost, terms)
+    why_not = _why_not(turn)
     if why_not is not None:
         rule, detail = why_not
         turn.record(rule, "kept", detail, numbers={"regret_s": float(state.gate.regret_s.sum())})
@@ -110,19 +112,20 @@ def _with(detail: str, shift: ShiftSeen) -> str:
     return "; ".join(words for words in (detail, shift.words) if words)
 
 
-def _why_not(turn: Turn, event: WindowClosed) -> tuple[str, str] | None:
+def _why_not(turn: Turn) -> tuple[str, str] | None:
     state = turn.state
     if state.paused:
         return "paused", "automatic plans are paused"
     if state.run is not None:
-        return "plan_running", f"plan {state.run.plan_id} is running"
+        still = f"; it stands still: {state.run.stalled}" if state.run.stalled else ""
+        return "plan_running", f"plan {state.run.plan_id} is running{still}"
     if state.outstanding is not None:
         return "target_outstanding", f"the {state.outstanding.cause} target is not answered yet"
     if not state.published or turn.layout().missing():
         return "not_ready", "not every expert has a listed replica"
     if all(r.draining for r in state.ranks if r.holds):
         return "not_ready", "every rank that lives is being emptied"
-    if not has_demand(event.window):
+    if not has_demand(turn):
         return "no_load", "nothing was asked for in this window"
     return None
 
@@ -131,11 +134,11 @@ def _tell_realised(turn: Turn, event: WindowClosed) -> None:
     state, realised, window = turn.state, turn.state.realised, event.window
     if realised is None or window.start_s < realised.ended_at_s:
         return
-    found = saving_by_layer(turn, window, realised.before, realised.after, realised.promised)
+    found = saving_by_layer(turn, realised.before, realised.after, realised.promised)
     state.realised = None
     terms = terms_of(turn.config)
     state.gate, failed = paid_back(state.gate, realised.promised, found, turn.at_s, terms)
-    remember_failure(turn, window, failed)
+    remember_failure(turn, failed)
     gain = sum(found.values(), 0.0)
     turn.record(
         "realised_gain",
@@ -187,7 +190,7 @@ def target_computed(turn: Turn, event: TargetComputed) -> None:
             f"the {outstanding.cause} target came from layout revision {event.layout_revision}, "
             f"now it is {turn.state.revision}",
         )
-        _ask_again(turn, outstanding)
+        ask_again(turn, outstanding)
         return
     _check(turn, event.plan)
     for refused in event.plan.refused[:8]:
@@ -214,19 +217,6 @@ def _check(turn: Turn, plan: Plan) -> None:
         prove(turn.layout(), plan.steps, slot_limit=limit, staging_slots=turn.config.staging_slots)
     except (LayoutError, IndexError) as error:
         raise AssertionError(f"plan does not belong to this layout: {error}") from error
-
-
-def _ask_again(turn: Turn, outstanding: Outstanding) -> None:
-    if outstanding.cause in SPOKEN_FOR or outstanding.cause in ("initial", "auto"):
-        return  # what is needed is found out anew; the next window looks again
-    turn.state.asks.insert(
-        0,
-        PlanAsk(
-            request_id=outstanding.asked_by,
-            policy=outstanding.policy,
-            max_moves=outstanding.max_moves,
-        ),
-    )
 
 
 def _store(turn: Turn, outstanding: Outstanding, plan: Plan) -> None:

@@ -10,22 +10,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from placement.config import RebalanceConfig
-from placement.engine.state import (
-    NEVER_S,
-    EngineState,
-    RankState,
-    RankStatus,
-    SlotState,
-    StepRun,
-    planning_topology,
-    shown_key,
-    shown_slots,
-)
+from placement.engine.shown import planning_topology, shown_key, shown_slots
+from placement.engine.state import NEVER_S, EngineState, RankState, RankStatus, SlotState, StepRun
 from placement.layout import ExpertLayout, IntArray
 from placement.messages.effects import AnyCommand, Effects, Transition
 from placement.messages.records import DecisionRecord
+from placement.planner.price import StackedLayers, stack
 from placement.split import CompiledLayer, compile_layer
 from placement.topology import DeviceProfile, MoeSpec, Topology
 
@@ -39,9 +32,13 @@ class LayoutCache:
     layout: ExpertLayout | None = None
     compiled: dict[int, CompiledLayer] = field(default_factory=dict)
     """Layers of the layout indexed for the split, as far as they were asked for."""
+    stacked: StackedLayers | None = None
+    """All of them together."""
     candidate_slots: IntArray | None = None
     candidate_compiled: dict[int, CompiledLayer] = field(default_factory=dict)
     """The same of the kept target."""
+    floor: tuple[object, int, npt.NDArray[np.int64]] | None = None
+    """(what it was found for, reachable floor, failure domains of each key)."""
     clean_at_revision: int = -1
     """Revision of the state that was found without orphan slots."""
 
@@ -109,11 +106,11 @@ class Turn:
         slots = self.state.ranks[rank].slots
         return slots[index] if 0 <= index < len(slots) else None
 
-    def changed(self, rank: int = -1, index: int = -1) -> None:
+    def changed(self, rank: int = -1, index: int = -1, *, stale: bool = True) -> None:
         """What is listed, resident or allowed changed (in one slot, or anywhere): older targets are
-        stale."""
-        self.state.revision += 1
-        self.cache.layout = None
+        stale, unless all that changed is that a slot is free which they did without."""
+        self.state.revision += stale
+        self.cache.layout = self.cache.stacked = None
         if index < 0 or self.cache.slots is None:
             self.cache.slots = None
             self.cache.compiled.clear()
@@ -141,6 +138,12 @@ class Turn:
             found = compile_layer(expert, rank, self.spec.num_experts, len(self.state.ranks))
             self.cache.compiled[layer] = found
         return found
+
+    def stacked(self) -> StackedLayers:
+        """All layers of `layout`, indexed for the split."""
+        if self.cache.stacked is None:
+            self.cache.stacked = stack([self.compiled(i) for i in range(self.spec.num_layers)])
+        return self.cache.stacked
 
     def compiled_candidate(self, layer: int) -> CompiledLayer:
         """A layer of the kept target, indexed for the split."""

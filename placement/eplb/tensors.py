@@ -35,8 +35,8 @@ class TensorLike(Protocol):
         """As float64: numpy knows no bfloat16."""
         ...
 
-    def is_complex(self) -> bool:
-        """Whether a real number would be a part of it."""
+    def is_floating_point(self) -> bool:
+        """Whether it holds real numbers that may be fractions."""
         ...
 
     def long(self) -> Any:
@@ -48,9 +48,28 @@ class TensorLike(Protocol):
         ...
 
 
+def to_array(name: str, values: object) -> npt.NDArray[Any]:
+    """What numpy makes of `values`; fractions of tensors as float64. Raises EplbError.
+
+    Tensors without data, sparse ones, lists of unlike rows and objects of any kind fail in as many
+    ways as there are libraries; all are the argument's fault.
+    """
+    try:
+        if not isinstance(values, TensorLike):
+            return np.asarray(values)
+        tensor = values.detach().cpu()
+        return np.asarray((tensor.double() if tensor.is_floating_point() else tensor).numpy())
+    except UNFIT as fault:
+        raise EplbError(
+            name,
+            f"is not an array ({str(fault) or type(fault).__name__})",
+            "pass a dense array or tensor, or rows of equal length",
+        ) from fault
+
+
 def to_float(name: str, values: object) -> FloatArray:
     """`values` as float64, any shape. Raises EplbError where it is no array of real numbers."""
-    array = _array(name, values, real=True)
+    array = to_array(name, values)
     if array.dtype.kind not in "biuf":
         raise EplbError(
             name, f"must hold real numbers, got dtype {array.dtype}", "pass integers or floats"
@@ -69,7 +88,7 @@ def summed(load: FloatArray) -> FloatArray:
 
 def to_int(name: str, values: object) -> IntArray:
     """`values` as int64, any shape. Raises EplbError for other dtypes and for 2^63 and above."""
-    array = _array(name, values)
+    array = to_array(name, values)
     if array.dtype.kind not in "iu":
         raise EplbError(name, f"must hold integers, got dtype {array.dtype}", "pass int64")
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 1 << 63:
@@ -86,19 +105,3 @@ def in_kind_of(model: object, array: IntArray) -> Any:
     if isinstance(model, TensorLike):
         return model.detach().cpu().long().new_tensor(array)
     return array
-
-
-def _array(name: str, values: object, *, real: bool = False) -> npt.NDArray[Any]:
-    """What numpy makes of it. Tensors without data, sparse ones, lists of unlike rows and objects
-    of any kind fail in as many ways as there are libraries; all are the argument's fault."""
-    try:
-        if not isinstance(values, TensorLike):
-            return np.asarray(values)
-        tensor = values.detach().cpu()
-        return np.asarray((tensor.double() if real and not tensor.is_complex() else tensor).numpy())
-    except UNFIT as fault:
-        raise EplbError(
-            name,
-            f"is not an array ({str(fault) or type(fault).__name__})",
-            "pass a dense array or tensor, or rows of equal length",
-        ) from fault

@@ -51,7 +51,7 @@ class ComputeTarget(Command, frozen=True, kw_only=True, tag=True, eq=False):
     request_id: int
     layout_revision: int
     cause: str
-    """auto | repair | budget | drain | asked | initial."""
+    """auto | repair | budget | drain | staging | asked | initial."""
     policy: str
     input: PolicyInput
     deadline_s: float

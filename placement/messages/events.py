@@ -136,6 +136,14 @@ class SlotReserved(Event, frozen=True, kw_only=True, tag=True, eq=False):
     slot_tag: int
 
 
+class CopyProgress(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """So many bytes of a copy that is under way have come. Tells that it goes on: without a word a
+    plan counts as stalled after a while."""
+
+    step_id: int
+    copied_bytes: int
+
+
 class ExpertCopied(Event, frozen=True, kw_only=True, tag=True, eq=False):
     """All bytes of the expert are in the slot."""
 
@@ -250,6 +258,7 @@ AnyEvent = (
     | TargetComputed
     | TargetFailed
     | SlotReserved
+    | CopyProgress
     | ExpertCopied
     | ExpertVerified
     | AddAborted

@@ -12,10 +12,10 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     rule: name of the rule that spoke. Of a window: in_balance | out_of_balance | cooldown | paused
     | plan_running | target_outstanding | not_ready | no_load. Of a target: nothing_better |
     gain_below_cost | gain_below_band | regret_below_cost, and for plans that start shift |
-    regret_reached | pays_in_time. Others: initial | repair | budget | drain | asked | cleanup |
-    target_stale | target_failed | step_aborted | plan_done | realised_gain | rank_lost |
-    router_left | drain_wait_over | budget_refused ... outcome: kept | started | done | aborted |
-    refused | noted.
+    regret_reached | pays_in_time. Plans: initial | restore | repair | budget | drain | staging |
+    asked | cleanup. Others: target_stale | target_failed | step_aborted | plan_stalled | parked |
+    plan_done | realised_gain | rank_lost | all_lost | floor | router_left | drain_wait_over |
+    budget_refused ... outcome: kept | started | done | aborted | refused | noted.
     numbers: what the rule saw, by name (units last in each name).
     """
 

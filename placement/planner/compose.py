@@ -13,7 +13,7 @@ from placement.layout import ExpertLayout, SlotId
 from placement.planner.drafts import Draft, difference, draft_moves
 from placement.planner.order import Ordered, WaveLimits, order_moves
 from placement.planner.plan import LayerFigure, Move, MoveKind, Plan, PlannedStep, StepKind
-from placement.planner.price import layer_gains, mean_demand, usable_balancedness
+from placement.planner.price import LayerGain, layer_gains, mean_demand, usable_balancedness
 from placement.planner.prove import prove
 from placement.policy.base import PolicyInput
 
@@ -160,7 +160,7 @@ def _priced(
                 reason=_reason(
                     draft, current, float(demand[layer, expert]), float(demand[layer].sum()), reason
                 ),
-                gain_s_per_s=gains[layer][1] / adds_in_layer[layer] if adds else 0.0,
+                gain_s_per_s=gains[layer].saved_s / adds_in_layer[layer] if adds else 0.0,
             )
         )
     return Plan(
@@ -169,7 +169,7 @@ def _priced(
         copy_bytes=copied,
         cross_node_bytes=crossed,
         cost_s=sum(costs.values(), 0.0),  # floats even where nothing moves
-        gain_s_per_s=sum((gain for _, gain in gains.values()), 0.0),
+        gain_s_per_s=sum((gain.saved_s for gain in gains.values()), 0.0),
         balancedness_before=usable_balancedness(current, demand, request),
         balancedness_after=usable_balancedness(after, demand, request),
         refused=_refused(ordered, drafts, num_experts),
@@ -179,7 +179,7 @@ def _priced(
 
 def _figures(
     steps: tuple[PlannedStep, ...],
-    gains: dict[int, tuple[float, float]],
+    gains: dict[int, LayerGain],
     costs: dict[int, float],
     slot_price: float,
 ) -> tuple[LayerFigure, ...]:
@@ -193,11 +193,12 @@ def _figures(
             layer=layer,
             writes=writes[layer],
             cost_s=costs[layer],
-            seconds_per_s=seconds,
-            gain_s_per_s=gain,
+            seconds_per_s=gain.before_s,
+            gain_s_per_s=gain.saved_s,
+            spread_s_per_s=gain.spread_s,
             freed_s_per_s=slot_price * freed[layer],
         )
-        for layer, (seconds, gain) in gains.items()
+        for layer, gain in gains.items()
     )
 
 

@@ -41,7 +41,7 @@ def fit(
                 counts[key] -= 1
             continue
         slots[spec.rank, : spec.num_slots] = EMPTY
-        room = 0 if spec.draining else max(0, spec.num_slots - staging_slots)
+        room = 0 if spec.draining else spec.room(staging_slots)
         keep = _keep(held, room, counts, flat)
         _place(slots[spec.rank], layout.slots[spec.rank].tolist(), keep, spec.num_slots)
     return ExpertLayout(slots, layout.num_layers, layout.num_experts)
@@ -87,7 +87,7 @@ def missing_slots(topology: Topology, *, num_keys: int, floor: int, staging_slot
     room: dict[str, int] = {}
     for spec in topology.ranks:
         if topology.usable(spec.rank):
-            slots = min(num_keys, max(0, spec.num_slots - staging_slots))
+            slots = min(num_keys, spec.room(staging_slots))
             room[spec.failure_domain] = room.get(spec.failure_domain, 0) + slots
     want = num_keys * max(1, min(floor, len(room)))
     return max(0, want - sum(min(num_keys, n) for n in room.values()))
@@ -96,7 +96,7 @@ def missing_slots(topology: Topology, *, num_keys: int, floor: int, staging_slot
 def missing_uniform(topology: Topology, spec: MoeSpec, *, floor: int, staging_slots: int) -> int:
     """`missing_slots` where every layer has as many slots on each usable rank: over ranks, what
     each lacks of its part of every layer."""
-    room = [max(0, r.num_slots - staging_slots) for r in topology.ranks if topology.usable(r.rank)]
+    room = [r.room(staging_slots) for r in topology.ranks if topology.usable(r.rank)]
     want = max(1, floor) * spec.num_experts
     if not room:
         return want * spec.num_layers

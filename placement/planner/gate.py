@@ -20,25 +20,29 @@ gain is never below zero. Therefore:
 - *Measured regret.* A target that is not started yet is kept, and each window that comes is charged
   with what that target would have saved on the window's own demand, which may be less than nothing.
   Only where there is no such target yet is a prediction charged, and then at `PREDICTED_SHARE`.
-  Regret that is not `LARGE` must also exceed `DEVIATIONS` of what windows that save and lose by
-  turns would add up to.
+  Regret must also stand out from what chance would add up to: what the target's gain differs by
+  from scenario to scenario, or what a window fell short of its promise, whichever is more. By how
+  many deviations follows from `FALSE_ALARMS`, shared by all layers: 4.1 for one, 5.0 for 58; with
+  regret `LARGE` times the threshold `LARGE_DEVIATIONS` are enough.
 - *A last word.* Decay bounds regret at some ten windows' worth, so a small gain may never reach its
   cost, or reach it by noise. After `WAIT_WINDOWS_MAX` windows the mean of what was measured
-  decides: it pays over the plan's life and is half of what is promised, or the layer rests.
-- *Rest.* A layer whose plan ended rests for the cool-down. One for which nothing worth having was
-  found rests for 2, 4, ... `REST_WINDOWS_MAX` windows, after a last word at once for
-  `2 ** LAST_WORD_WEIGHT` and more, unless its balance falls by another band. A shift ends a rest.
+  decides: it stands out, pays over the plan's life and is half of what is promised, or the layer
+  rests.
+- *Rest.* A layer whose plan ended rests for the cool-down, or until it has lost, against a layout
+  in balance, what its moves cost (*stake*): a rest, too, is the rule of ski rental. One for which
+  nothing worth having was found rests for 2, 4, ... `REST_WINDOWS_MAX` windows, after a last word
+  at once for `2 ** LAST_WORD_WEIGHT` and more, unless its balance falls by another band. A shift
+  ends a rest.
 - *Failures.* Moves that did not bring `FAILED_SHARE` of what they promised were made for load that
   had gone. Such a layer is *wary* for a while: its next targets are asked for the last windows one
-  by one, and for the windows in which moves failed, beside the forecast, so that they serve the
-  load that comes back. After more than `FAILED_MAX` failures its cool-down grows, and no shift ends
-  it.
+  by one and for the windows in which moves failed, so that they serve the load that comes back.
+  After more than `FAILED_MAX` failures its cool-down grows, and a shift alone starts no moves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -54,10 +58,12 @@ BoolArray = npt.NDArray[np.bool_]
 
 PREDICTED_SHARE = 0.5
 """Share at which a gain that is only predicted counts as regret."""
+FALSE_ALARMS = 1e-4
+"""Moves that chance alone may start, of all layers, a window."""
 LARGE = 4.0
-"""Regret this many times the threshold is no noise."""
-DEVIATIONS = 3.0
-"""Standard deviations of a sum of measured savings whose mean is zero that regret must exceed."""
+"""Regret this many times the threshold ..."""
+LARGE_DEVIATIONS = 1.0
+"""... need exceed no more than as many standard deviations: to be wrong costs a quarter of it."""
 REST_WINDOWS_MAX = 512
 """Longest rest of a layer for which nothing worth having was found, in windows."""
 WAIT_WINDOWS_MAX = 12
@@ -73,7 +79,7 @@ FAILED_KEEP = 0.95
 WARY_FROM = 0.5
 """Failures from which a layer is wary: one is remembered for 14 windows."""
 FAILED_MAX = 2.5
-"""Failures above which a cool-down grows, and no shift ends it."""
+"""Failures above which a cool-down grows, and a shift alone starts no moves."""
 FAILED_REST_WINDOWS_MAX = 8
 """Longest cool-down that failures give, in windows: what is there may be no better."""
 
@@ -81,11 +87,14 @@ FAILED_REST_WINDOWS_MAX = 8
 class GateState(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What the gate remembers of each layer; part of the engine's state. All arrays are [layers].
 
-    regret_s: float64. swing: float64, variance that regret would have if the mean of what was
-    measured were zero. watched: out of balance and not yet back. rest_until_s: float64, time before
-    which it is not planned again. fruitless: int64, times in a row. failed: float64, failures,
+    regret_s: float64. swing: float64, variance of regret by chance. watched: out of balance and not
+    yet back. rest_until_s: float64, time before which it is not planned again. fruitless: int64,
+    times in a row. failed: float64, failures,
     fading. waited: int64, windows in a row that its moves wait for regret. balance_then: float64,
-    lowest balance of a fruitless plan.
+    lowest balance of a fruitless plan. stake_s: float64, cost of its last moves; lost_s: float64,
+    seconds lost against balance while it cooled down from them. hoped_s_per_s, noise_s_per_s:
+    float64, what its last target promised to save, and by how much a window's saving differs by
+    chance.
     """
 
     regret_s: FloatArray
@@ -96,6 +105,10 @@ class GateState(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     failed: FloatArray
     waited: IntArray
     balance_then: FloatArray
+    stake_s: FloatArray
+    lost_s: FloatArray
+    hoped_s_per_s: FloatArray
+    noise_s_per_s: FloatArray
 
     @property
     def wary(self) -> BoolArray:
@@ -104,7 +117,7 @@ class GateState(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Terms(NamedTuple):
-    """Settings of the gate: see `RebalanceConfig`."""
+    """Settings of the gate: see `RebalanceConfig`. parts: sub-windows of a window."""
 
     start: float
     band: float
@@ -112,6 +125,7 @@ class Terms(NamedTuple):
     decay: float
     plan_life_s: float
     cooldown_s: float
+    parts: int = 1
 
     @property
     def stop(self) -> float:
@@ -146,19 +160,32 @@ def initial_gate(num_layers: int) -> GateState:
         failed=np.zeros(num_layers, np.float64),
         waited=np.zeros(num_layers, np.int64),
         balance_then=np.ones(num_layers, np.float64),
+        stake_s=np.zeros(num_layers, np.float64),
+        lost_s=np.zeros(num_layers, np.float64),
+        hoped_s_per_s=np.zeros(num_layers, np.float64),
+        noise_s_per_s=np.zeros(num_layers, np.float64),
     )
 
 
 # -- windows -------------------------------------------------------------------------------------
 
 
-def charge(gate: GateState, saved_s_per_s: FloatArray, terms: Terms) -> GateState:
+def charge(
+    gate: GateState, saved_s_per_s: FloatArray, lost_s_per_s: FloatArray, terms: Terms
+) -> GateState:
     """Regret after one more window: decayed, plus what each layer's kept target would have saved in
-    it: 0 where there is none, below 0 where it would have lost."""
+    it: 0 where there is none, below 0 where it would have lost. lost_s_per_s: what layers that cool
+    down lost in it against balance."""
     regret = gate.regret_s * terms.decay + saved_s_per_s * terms.window_s
-    swing = gate.swing * terms.decay**2 + (saved_s_per_s * terms.window_s) ** 2
+    short = np.maximum(gate.noise_s_per_s, gate.hoped_s_per_s - saved_s_per_s)
+    noise_s = np.where(saved_s_per_s != 0.0, short * terms.window_s, 0.0)
+    swing = gate.swing * terms.decay**2 + noise_s**2
     return msgspec.structs.replace(
-        gate, regret_s=regret, swing=swing, failed=gate.failed * FAILED_KEEP
+        gate,
+        regret_s=regret,
+        swing=swing,
+        failed=gate.failed * FAILED_KEEP,
+        lost_s=gate.lost_s + lost_s_per_s * terms.window_s,
     )
 
 
@@ -183,8 +210,9 @@ def due(
 ) -> BoolArray:
     """Layers to plan now: watched and not resting."""
     worse = (gate.fruitless > 0) & (balance < gate.balance_then - terms.band)
-    woken = (shifted | worse) & (gate.failed < FAILED_MAX)
-    return gate.watched & ((at_s >= gate.rest_until_s) | woken)
+    woken = shifted | worse | ((gate.fruitless == 0) & (gate.lost_s > gate.stake_s))
+    found: BoolArray = gate.watched & ((at_s >= gate.rest_until_s) | woken)
+    return found
 
 
 # -- targets -------------------------------------------------------------------------------------
@@ -193,15 +221,20 @@ def due(
 def foresee(
     gate: GateState, figures: Sequence[LayerFigure], fresh: BoolArray, terms: Terms
 ) -> GateState:
-    """Charge predictions of layers for which no target was kept before (`fresh`)."""
-    regret = gate.regret_s.copy()
+    """Remember what targets promise and by how much chance moves it, a window's share of that of
+    its sub-windows; charge predictions of layers for which no target was kept before (`fresh`)."""
+    regret, swing = gate.regret_s.copy(), gate.swing.copy()
+    hoped, noise = gate.hoped_s_per_s.copy(), gate.noise_s_per_s.copy()
     for figure in figures:
-        if fresh[figure.layer]:
-            worth = figure.worth_s_per_s
-            regret[figure.layer] += terms.window_s * (
-                PREDICTED_SHARE * worth if worth > 0.0 else worth
-            )
-    return msgspec.structs.replace(gate, regret_s=regret)
+        layer, worth = figure.layer, figure.worth_s_per_s
+        hoped[layer] = figure.gain_s_per_s
+        noise[layer] = figure.spread_s_per_s / math.sqrt(terms.parts)
+        if fresh[layer]:
+            regret[layer] += terms.window_s * (PREDICTED_SHARE * worth if worth > 0.0 else worth)
+            swing[layer] += (noise[layer] * terms.window_s) ** 2
+    return msgspec.structs.replace(
+        gate, regret_s=regret, swing=swing, hoped_s_per_s=hoped, noise_s_per_s=noise
+    )
 
 
 class Weighed(NamedTuple):
@@ -229,10 +262,7 @@ def weigh(
         verdict = Verdict.GAIN_BELOW_COST
     elif gain < band:
         verdict = Verdict.GAIN_BELOW_BAND
-    elif regret >= threshold and (
-        regret >= LARGE * threshold
-        or regret >= DEVIATIONS * math.sqrt(sum(gate.swing[f.layer] for f in figures))
-    ):
+    elif regret >= threshold and stands_out(gate, figures, regret, threshold):
         verdict = Verdict.REGRET_REACHED
     elif _has_shown(gate, figures, gain, cost, regret, terms):
         verdict = Verdict.PAYS_IN_TIME
@@ -241,6 +271,17 @@ def weigh(
     else:
         verdict = Verdict.REGRET_BELOW_COST
     return Weighed(tuple(f.layer for f in figures), gain, cost, regret, threshold, verdict)
+
+
+def stands_out(
+    gate: GateState, figures: Sequence[LayerFigure], regret_s: float, threshold_s: float
+) -> bool:
+    """Whether regret is more than chance makes of savings whose mean is zero."""
+    noise_s = math.sqrt(sum(gate.swing[f.layer] for f in figures))
+    if regret_s >= LARGE * threshold_s:
+        return regret_s >= LARGE_DEVIATIONS * noise_s
+    # Of a bell curve at most exp(-u^2 / 2) / 2 lies above u.
+    return regret_s >= noise_s * math.sqrt(2.0 * math.log(len(gate.swing) / (2.0 * FALSE_ALARMS)))
 
 
 def _has_shown(
@@ -253,6 +294,8 @@ def _has_shown(
 ) -> bool:
     """Whether the mean gain measured over enough windows speaks for the moves."""
     if max(int(gate.waited[f.layer]) for f in figures) < WAIT_WINDOWS_MAX:
+        return False
+    if not stands_out(gate, figures, regret_s, math.inf):
         return False
     seen = sum(terms.decay**n for n in range(WAIT_WINDOWS_MAX + 1))
     measured = regret_s / (seen * terms.window_s)
@@ -299,9 +342,12 @@ def waits(gate: GateState, layers: Sequence[int]) -> tuple[GateState, tuple[int,
     return msgspec.structs.replace(gate, waited=waited), too_long
 
 
-def moved(gate: GateState, layers: Sequence[int], at_s: float, terms: Terms) -> GateState:
-    """Layers whose moves have ended: nothing is lost against a layout they have; they cool down."""
-    index = np.array(layers, dtype=np.int64)
+def moved(gate: GateState, costs: Mapping[int, float], at_s: float, terms: Terms) -> GateState:
+    """Layers whose moves have ended: nothing is lost against a layout they have; they cool down.
+    costs: seconds of their copies, by layer."""
+    index = np.array(list(costs), dtype=np.int64)
+    stake, lost = gate.stake_s.copy(), gate.lost_s.copy()
+    stake[index], lost[index] = list(costs.values()), 0.0
     regret, rest, times = gate.regret_s.copy(), gate.rest_until_s.copy(), gate.fruitless.copy()
     waited, then = gate.waited.copy(), gate.balance_then.copy()
     swing = gate.swing.copy()
@@ -316,6 +362,8 @@ def moved(gate: GateState, layers: Sequence[int], at_s: float, terms: Terms) -> 
         fruitless=times,
         waited=waited,
         balance_then=then,
+        stake_s=stake,
+        lost_s=lost,
     )
 
 

@@ -65,6 +65,43 @@ def slowest(
         found[row] *= total / UNITS
 
 
+@njit(cache=True, nogil=True, error_model="numpy")
+def slowest_by_layer(
+    demand: FloatArray,
+    per_pair: FloatArray,
+    host_ptr: Int64Array,
+    host_at: Int64Array,
+    host_rank: Int64Array,
+    host_expert: Int64Array,
+    shared_at: Int64Array,
+    shared: Int64Array,
+    rank_host_ptr: Int64Array,
+    rank_host_at: Int64Array,
+    rank_host: Int64Array,
+    first_slot: Int64Array,
+    found: FloatArray,
+) -> None:
+    """`slowest` of one row of demand for each of many layers: demand [L, E], found [L].
+
+    The index is that of `StackedLayers`: host_ptr [L, E + 1], rank_host_ptr [L, D + 1], first_slot
+    [L, E]; the others one layer after another, layer l from `_at[l]` to `_at[l + 1]`.
+    """
+    for layer in range(demand.shape[0]):
+        hosts, end = host_at[layer], host_at[layer + 1]
+        slowest(
+            demand[layer : layer + 1],
+            per_pair,
+            host_ptr[layer],
+            host_rank[hosts:end],
+            host_expert[hosts:end],
+            shared[shared_at[layer] : shared_at[layer + 1]],
+            rank_host_ptr[layer],
+            rank_host[rank_host_at[layer] : rank_host_at[layer + 1]],
+            first_slot[layer],
+            found[layer : layer + 1],
+        )
+
+
 def warm() -> None:
     """Compile for the types of production, by one call on a tiny layer."""
     index = (
@@ -78,4 +115,22 @@ def warm() -> None:
     )
     found = np.zeros(1)
     slowest(np.ones((1, 1)), np.ones(1), *index, found)
+    assert found[0] == 1.0
+    row, one, none = frozen(0, 1).reshape(1, 2), frozen(0), frozen()
+    starts = frozen(0, 1)
+    slowest_by_layer(
+        np.ones((1, 1)),
+        np.ones(1),
+        row,
+        starts,
+        one,
+        one,
+        frozen(0, 0),
+        none,
+        frozen(0, 0).reshape(1, 2),
+        frozen(0, 0),
+        none,
+        one.reshape(1, 1),
+        found,
+    )
     assert found[0] == 1.0

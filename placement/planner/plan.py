@@ -71,6 +71,7 @@ class LayerFigure(msgspec.Struct, frozen=True, kw_only=True):
 
     writes: slots filled. cost_s: of their copies. seconds_per_s: of the layer's slowest rank
     before, seconds a second; 0 where an expert had no replica. gain_s_per_s: what of it is saved.
+    spread_s_per_s: standard deviation of the gain from scenario to scenario by chance.
     freed_s_per_s: what the bytes given back are worth at `byte_price` (below 0 for bytes taken).
     """
 
@@ -79,6 +80,7 @@ class LayerFigure(msgspec.Struct, frozen=True, kw_only=True):
     cost_s: float
     seconds_per_s: float
     gain_s_per_s: float
+    spread_s_per_s: float = 0.0
     freed_s_per_s: float = 0.0
 
     @property

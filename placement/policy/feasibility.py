@@ -29,10 +29,7 @@ TOKENS_MAX: Final = 1e12
 def capacities(topology: Topology, staging_slots: int) -> npt.NDArray[np.int64]:
     """Slots that may be filled: int64 [ranks]; 0 on ranks that are lost or draining."""
     return np.array(
-        [
-            max(0, spec.num_slots - staging_slots) if topology.usable(spec.rank) else 0
-            for spec in topology.ranks
-        ],
+        [spec.room(staging_slots) if topology.usable(spec.rank) else 0 for spec in topology.ranks],
         dtype=np.int64,
     )
 

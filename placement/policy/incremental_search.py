@@ -24,13 +24,16 @@ import numpy as np
 import numpy.typing as npt
 
 from placement.policy.base import PolicyInput
-from placement.policy.candidates.kernels import EXCHANGE, REPLICATE_OVER, Room, shortlist_for
+from placement.policy.candidates.estimates.kernels import shortlist_for
+from placement.policy.candidates.kernels import EXCHANGE, REPLICATE_OVER, Room
 from placement.policy.kernels import (
     COLD,
+    CUT,
     EXPERT,
     HOT,
     KIND,
     LEFT,
+    NOTHING_PAYS,
     OTHER,
     PRICE,
     SCORE,
@@ -92,6 +95,40 @@ class Path:
         return 2 if self.rows[self.made, KIND] == EXCHANGE else 1
 
 
+class StillLayers:
+    """Layers of which is known that no change pays, so that later rounds need not look again.
+
+    Whether a change pays depends on the layer's hosts, on which ranks have room, on whether limits
+    bind, and on what writing over other layers' victims costs. Each candidate was seen to fail by
+    itself, and a dearer victim does not make it better: known for some costs, known for higher
+    ones.
+    """
+
+    def __init__(self) -> None:
+        self._cost: dict[int, dict[bytes, FloatArray]] = {}
+
+    def known(self, layer: int, room: Room) -> bool:
+        """Whether no change of the layer pays."""
+        cost = self._cost.get(layer, {}).get(_bounds(room))
+        return cost is not None and bool((room.victim_loss >= cost).all())
+
+    def learn(self, layer: int, room: Room) -> None:
+        """No change of the layer pays."""
+        costs = self._cost.setdefault(layer, {})
+        bounds = _bounds(room)
+        costs[bounds] = np.minimum(room.victim_loss, costs.get(bounds, room.victim_loss))
+
+    def forget(self, layer: int) -> None:
+        """The layer's hosts changed."""
+        self._cost.pop(layer, None)
+
+
+def _bounds(room: Room) -> bytes:
+    """What decides which candidates a layer has, as the kernels look at it."""
+    limits = np.array([room.writes_left > 1, room.far_left > 0, room.far_left > 1])
+    return np.concatenate((room.free > 0, np.isfinite(room.victim_loss), limits)).tobytes()
+
+
 class Search:
     """Greedy search over one occupancy."""
 
@@ -115,6 +152,7 @@ class Search:
         self._short = shortlist_for(
             occupancy.num_experts, occupancy.num_ranks, len(request.weights)
         )
+        self._still = StillLayers()
         self._edits: list[Edit] = []
         self._marks: list[tuple[int, float]] = [(0, self._objective())]
 
@@ -182,10 +220,11 @@ class Search:
             if self._moves_left < 1:
                 break
             path = self._path(layer, 1, trade=True)
-            if path.waiting and self._make(path):
-                progress = True
             if path.waiting:
-                self._leveled.refresh(layer)
+                # Planned this moment, alone: what it counts on cannot have gone to another layer.
+                made = self._make(path)
+                assert made, f"the only change of layer {layer} cannot be made"
+                progress = True
         return progress
 
     def _shared_free(self, num_layers: int) -> IntArray | None:
@@ -219,10 +258,14 @@ class Search:
         )
         rows = np.zeros((limit, TAKEN + 1), dtype=np.int64)
         figures = np.zeros((limit, PRICE + 1), dtype=np.float64)
-        made, ended = improve(
+        if self._still.known(layer, room):
+            return Path(layer, rows[:0], figures[:0], ended=True)
+        made, end = improve(
             leveled.view(layer), leveled.world, leveled.scratch, room, self._short, rows, figures
         )
-        return Path(layer, rows[:made], figures[:made], ended)
+        if made == 0 and end == NOTHING_PAYS:
+            self._still.learn(layer, room)
+        return Path(layer, rows[:made], figures[:made], end != CUT)
 
     def _victims_elsewhere(self, layer: int) -> FloatArray:
         """Value lost by the cheapest surplus replica of another layer on each rank."""
@@ -286,9 +329,11 @@ class Search:
         return True
 
     def _add(self, key: int, rank: int, index: int | None) -> None:
+        self._still.forget(key // self._num_experts)
         self._edits.append(Edit(key, rank, self._occupancy.add(key, rank, index), True))
 
     def _drop(self, key: int, rank: int) -> int:
+        self._still.forget(key // self._num_experts)
         index = self._occupancy.drop(key, rank)
         self._edits.append(Edit(key, rank, index, False))
         return index
@@ -303,6 +348,7 @@ class Search:
                 self._occupancy.add(edit.key, edit.rank, edit.slot)
         del self._edits[length:]
         for layer in sorted(touched):
+            self._still.forget(layer)
             self._leveled.refresh(layer)
 
 

@@ -11,16 +11,16 @@ break a tie by anything but the lowest id. Called by `incremental_search`.
 import numpy as np
 from numba import njit
 
+from placement.policy.candidates.estimates.kernels import Shortlist, shortlist_for
 from placement.policy.candidates.kernels import (
     CONNECT,
     EXCHANGE,
     REPLICATE_SPARE,
     Room,
-    Shortlist,
     collect,
     far_writes,
     prepare,
-    shortlist_for,
+    tiny_room,
 )
 from placement.policy.leveled.drops.kernels import may_leave
 from placement.policy.leveled.kernels import (
@@ -34,7 +34,7 @@ from placement.policy.leveled.kernels import (
     relevel,
     restore_hosts,
     save_hosts,
-    scratch_for,
+    tiny_layer,
     trial_value,
 )
 
@@ -49,6 +49,10 @@ KIND, EXPERT, HOT, COLD, OTHER, LEFT, TAKEN = range(7)
 SCORE, VALUE, SLOWEST, PRICE = range(4)
 """Columns of a path's figures: gain a write with bonuses; value and seconds of the slowest rank
 after the change; what it was taken to cost elsewhere."""
+
+CUT, NOTHING_PAYS, DISAPPOINTED = range(3)
+"""How a path ends: at a limit; with no candidate that pays, alone or beside others; with too many
+in a row that did not keep what they promised, and others never looked at."""
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -165,9 +169,9 @@ def improve(
     short: Shortlist,
     rows: IntArray,
     figures: FloatArray,
-) -> tuple[int, bool]:
-    """Change the layer's hosts, best change first, and write the path down; (changes, whether it
-    ended because nothing more pays).
+) -> tuple[int, int]:
+    """Change the layer's hosts, best change first, and write the path down; (changes, how it
+    ended: CUT, NOTHING_PAYS or DISAPPOINTED).
 
     rows: int64 [limit, 7], figures: float64 [limit, 4], by the columns above. The layer's hosts are
     then those at the path's end.
@@ -177,10 +181,10 @@ def improve(
     short.barred[:] = False
     while done < rows.shape[0] and room.writes_left > 0:
         if slowest <= room.slowest_enough:
-            return done, True
+            return done, NOTHING_PAYS
         best = best_change(layer, world, scratch, room, short, value)
         if best < 0:
-            return done, True
+            return done, NOTHING_PAYS
         row = short.rows[best].copy()
         writes, far, cost, factor = terms(room, short, row)
         change_hosts(layer, scratch, row)
@@ -197,7 +201,7 @@ def improve(
             short.barred[best] = True
             failed += 1
             if failed > FAILED_MAX:
-                return done, True
+                return done, DISAPPOINTED
             continue
         rows[done, : OTHER + 1] = row
         rows[done, LEFT] = left
@@ -209,22 +213,11 @@ def improve(
         failed = 0
         short.barred[:] = False
         value, slowest = after, slowest_after
-    return done, False
+    return done, CUT
 
 
 def warm() -> None:
     """Compile what is called from Python, with the types it is called with."""
-    world = World(np.ones(1), np.ones(2), np.zeros(2, np.int64), 1)
-    layer = Layer(
-        demand=np.ones((1, 2)),
-        fair=np.ones(1),
-        host_rank=np.zeros((2, 2), np.int64),
-        host_count=np.ones(2, np.int64),
-        flow=np.ones((1, 2, 2)),
-        load=np.array([[2.0, 0.0]]),
-    )
-    room = Room(
-        np.ones(2, np.int64), np.full(2, np.inf), np.ones((2, 2), np.bool_), 0.0, 0.0, 0.0, 2, 2
-    )
-    rows, figures = np.zeros((2, 7), np.int64), np.zeros((2, 4))
-    improve(layer, world, scratch_for(2, 2), room, shortlist_for(2, 2, 1), rows, figures)
+    layer, world, scratch = tiny_layer()
+    rows, figures = np.zeros((2, TAKEN + 1), np.int64), np.zeros((2, PRICE + 1))
+    improve(layer, world, scratch, tiny_room(), shortlist_for(2, 2, 1), rows, figures)

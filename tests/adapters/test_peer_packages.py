@@ -7,16 +7,25 @@ syntax tree, and single functions without heavy imports are compiled on their ow
 
 import ast
 import inspect
+import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Optional
 
 import numpy as np
 import pytest
 import torch
 
-from placement.adapters.sglang import location_mapping, logical_counts
+from placement.adapters.sglang import (
+    location_json,
+    location_mapping,
+    logical_counts,
+    plan_init_location,
+    read_location,
+)
 from placement.adapters.vllm import EplbMapsPolicy, EplbPolicy
 from placement.eplb import inverse
 from placement.layout import ExpertLayout
@@ -58,11 +67,11 @@ def calls(tree: ast.AST, name: str) -> list[ast.Call]:
     ]
 
 
-def alone(tree: ast.Module, *names: str) -> dict[str, Any]:
-    """The named top-level definitions, compiled with torch, numpy and nothing else."""
+def alone(tree: ast.Module, *names: str, **more: object) -> dict[str, Any]:
+    """The named top-level definitions, compiled with torch, numpy, `more` and nothing else."""
     body = [node for node in tree.body if getattr(node, "name", "") in names]
     assert [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    scope: dict[str, Any] = {"torch": torch, "np": np, "AbstractEplbPolicy": object}
+    scope: dict[str, Any] = {"torch": torch, "np": np, "AbstractEplbPolicy": object, **more}
     exec(compile(ast.Module(body, []), "peer", "exec"), scope)  # noqa: S102  # a peer's planner
     return scope
 
@@ -162,6 +171,47 @@ class TestSglang:
             **{name: value for name, value in known.items() if name in asked},
         )
         assert np.array_equal(found.numpy(), inverse(physical, 4)[0])
+
+    @pytest.mark.parametrize("form", ["argument", "json", "pt"])
+    def test_what_we_plan_is_what_their_start_reads(self, tmp_path: Path, form: str) -> None:
+        """Their reader of `--init-expert-location`, whole, on what is planned from recorded load,
+        in each form that it takes."""
+        counts = np.random.default_rng(2).integers(0, 90, (5, 2, 8))
+        text = plan_init_location(counts, num_replicas=12, num_groups=1, num_nodes=1, num_gpus=4)
+        ours = read_location(text)["physical_to_logical_map"]
+        given = {
+            "argument": text,
+            "json": str(tmp_path / "location.json"),
+            "pt": str(tmp_path / "location.pt"),
+        }[form]
+        if form == "json":
+            Path(given).write_text(location_json(ours), encoding="utf-8")
+        elif form == "pt":
+            torch.save(location_mapping(ours), given)
+        taken: dict[str, Any] = {}
+
+        class Metadata:
+            """Keeps what the reader hands over."""
+
+            @staticmethod
+            def init_by_mapping(_model: object, **fields: object) -> None:
+                taken.update(fields)
+
+        name = "compute_initial_expert_location_metadata"
+        read = alone(
+            peer("sglang_eplb/expert_location.py"),
+            name,
+            json=json,
+            Path=Path,
+            Optional=Optional,
+            ModelConfig=object,
+            logger=logging.getLogger("peer"),
+            get_exec=lambda: SimpleNamespace(moe=SimpleNamespace(init_expert_location=given)),
+            ExpertLocationMetadata=Metadata,
+        )[name]
+        read(object(), 0)
+        assert np.array_equal(np.asarray(taken.pop("physical_to_logical_map")), ours)
+        assert taken == {"moe_ep_rank": 0}
 
     def test_their_dumps_have_the_keys_that_we_read(self) -> None:
         tree = peer("sglang_eplb/expert_distribution.py")

@@ -32,7 +32,7 @@ class TellingDriver(EngineDriver):
 
 
 def small(slots=3, num_ranks=2, **fields):
-    config = RebalanceConfig(cooldown_s=0.0, first_policy="incremental", **fields)
+    config = RebalanceConfig(cooldown_s=0.0, first_policy="incremental", floor=1, **fields)
     return TellingDriver(
         make_spec(), make_topology([slots] * num_ranks, ranks_per_node=1), config, routers=["r0"]
     )

@@ -65,8 +65,31 @@ class World:
             self.way += self.role.commit(job, job.run(), self.at_s)
 
     def pump(self) -> None:
-        for retry in self.role.take_retries():
+        for retry in self.role.take_retries(self.at_s):
             self.start(self.role.plan_cover(retry.call_id, Cause.RETRY, self.at_s))
+
+    def something_happens(self) -> None:
+        """A new table, a disturbance, hedges, or nothing."""
+        if self.data.draw(st.integers(0, 9)) == 0:
+            self.publish()
+        if self.data.draw(st.integers(0, 4)) == 0:
+            self.disturb()
+        if self.data.draw(st.booleans()):
+            for call_id, _ in self.role.hedges_due(self.at_s):
+                self.start(self.role.plan_cover(call_id, Cause.HEDGE, self.at_s))
+
+    def disturb(self) -> None:
+        """Connections break and heal, and the controller suspects whom it likes."""
+        rank = self.data.draw(st.integers(0, NUM_RANKS - 1))
+        self.role.connection(rank, 1, self.data.draw(st.sampled_from(["", "reset"])))
+        self.role.told_suspects(self.data.draw(st.sets(st.integers(0, NUM_RANKS))))
+
+    def heal(self) -> None:
+        """Nothing is on its way: what is held or waits for the budget can go on."""
+        for rank in range(NUM_RANKS):
+            self.role.connection(rank, 1, "")
+        self.role.told_suspects(())
+        self.pump()
 
     def answer(self, sent: Dispatch, gate: np.ndarray, rows: np.ndarray) -> None:
         how = self.data.draw(st.sampled_from(["serve", "serve", "lose", "mixed"]))
@@ -107,6 +130,7 @@ def test_combine_is_the_oracle_and_adds_each_contribution_once(
     rules = RouterRules(
         max_attempts=50,
         hedge_after_s=0.5 if hedged else None,
+        hedge_share=1.0,
         faults_to_eject=10**6,
         memory_bound_pairs=data.draw(st.sampled_from([0.0, 2.0, 50.0])),
     )
@@ -119,17 +143,17 @@ def test_combine_is_the_oracle_and_adds_each_contribution_once(
     valid[0, 0] = True
     gate, rows = rng.standard_normal((tokens, k)), rng.standard_normal((tokens, 3))
     pairs = valid.astype(np.uint8)
-    world.start(world.role.open_request(1, 0, ids, pairs, at_s=0.0, deadline_at_s=100.0))
+    world.start(world.role.open_request(1, 0, ids, pairs, at_s=0.0, deadline_at_s=1000.0))
     computed: dict[int, Dispatch] = {}
     for _ in range(400):
-        if world.finished or world.failed or not world.way:
+        if world.finished or world.failed:
             break
         world.at_s += 1.0
-        if data.draw(st.integers(0, 9)) == 0:
-            world.publish()
-        if data.draw(st.booleans()):
-            for call_id, _ in world.role.hedges_due(world.at_s):
-                world.start(world.role.plan_cover(call_id, Cause.HEDGE, world.at_s))
+        if not world.way:
+            assert world.role.waiting, "an open call is on its way or waits"
+            world.heal()
+            continue
+        world.something_happens()
         sent = world.way.pop(data.draw(st.integers(0, len(world.way) - 1)))
         computed[sent.sub_id] = sent
         world.answer(sent, gate, rows)
@@ -142,6 +166,7 @@ def test_combine_is_the_oracle_and_adds_each_contribution_once(
     assert world.role.open_sub_calls == 0
     assert world.role.quiesced_epoch == world.role.applied_epoch
     assert world.role.take_retries() == ()
+    assert not world.role.waiting
     counted: Counter[tuple[int, int]] = Counter()
     output = np.zeros((tokens, 3))
     for one in added:

@@ -7,6 +7,7 @@ must agree with the shards, slot by slot, and list every expert.
 """
 
 from collections import deque
+from itertools import count
 
 import hypothesis.strategies as st
 import pytest
@@ -18,14 +19,22 @@ from placement.engine.state import RankStatus, SlotUse
 from placement.messages import events as ev
 from placement.messages.effects import (
     ComputeTarget,
-    Effects,
     PublishTable,
     ReleaseSlot,
     WakeAt,
 )
+from placement.messages.history import (
+    CommandSent,
+    Died,
+    MemoryUsed,
+    PlanStarted,
+    RouterTold,
+    SlotFreed,
+    SlotProved,
+    TablePublished,
+)
 from placement.roles.shard import SlotPhase
-from placement.sim.checkers import Coverage, Memory, ReleaseLast, TableOrder
-from placement.sim.log import Freed, MemoryUsed, Published, RouterTold, Stepped
+from placement.sim.checks import Coverage, Memory, ReleaseLast, TableOrder
 from tests.builders import make_spec, make_topology
 from tests.engine_driver import EngineDriver, ShardCommand
 
@@ -44,27 +53,6 @@ picks = st.integers(0, 1 << 16)
 """Chooses among things whose number is known only when the rule runs."""
 
 
-class ReleaseLastInTheSet(ReleaseLast):
-    """I7 where routers fall silent: one that is not current for `silence_s` is waited for no more,
-    until it is heard of again."""
-
-    def __init__(self, *, wait_s, silence_s):
-        super().__init__(wait_s=wait_s)
-        self._silence_s = silence_s
-        self._behind_since = {}
-
-    def take(self, entry):
-        for router, since_s in self._behind_since.items():
-            if entry.at_s >= since_s + self._silence_s:
-                self._routers.pop(router, None)
-        super().take(entry)
-        if isinstance(entry, Published):
-            for router in self._routers:
-                self._behind_since.setdefault(router, entry.at_s)
-        elif isinstance(entry, RouterTold) and entry.applied >= 0:
-            self._behind_since.pop(entry.router, None)
-
-
 class WatchedDriver(EngineDriver):
     """The driver with late answers, and with checkers on everything that leaves or returns.
 
@@ -75,30 +63,43 @@ class WatchedDriver(EngineDriver):
         self.now_s = 0.0
         self.checkers = (
             TableOrder(),
-            Coverage(losses_allowed=True),
+            Coverage(),
             Memory(),
-            ReleaseLastInTheSet(wait_s=DRAIN_WAIT_S, silence_s=SILENCE_S),
+            ReleaseLast(silence_s=SILENCE_S, drain_wait_s=DRAIN_WAIT_S),
         )
+        self.rules = [checker.rules() for checker in self.checkers]
+        self.facts = count()
+        self.proved, self.listed, self.plan_id = {}, {}, ""
+        self.applied = {}
         for router in ROUTERS:
             self.note_router(router, -1)
         self.slow, self.deaf = set(), set()
         self.late, self.told = [], deque(maxlen=MEMORY)
-        self.listed = {}
         super().__init__(*args, **fields)
 
-    def note(self, entry):
-        for checker in self.checkers:
-            checker.take(entry)
+    def note(self, kind, who, **fields):
+        fact = kind(who=who, seq=next(self.facts), at_s=self.now_s, **fields)
+        for rules in self.rules:
+            if kind in rules:
+                rules[kind](fact)
 
     def _answer(self, command):
+        self._note_plan()
         if isinstance(command, PublishTable):
             self._note_table(command.table)
         elif isinstance(command, WakeAt):
             assert command.at_s >= self.now_s, "a time that is over would wake it without end"
         elif isinstance(command, ReleaseSlot):
-            effects = Effects(commands=(command,), transitions=(), records=())
-            event = ev.TimerFired(at_s=self.now_s)
-            self.note(Stepped(at_s=self.now_s, event=event, effects=effects))
+            self.note(
+                CommandSent,
+                "controller",
+                command="ReleaseSlot",
+                step_id=command.step_id,
+                rank=command.rank,
+                incarnation=command.incarnation,
+                slot=command.slot,
+                slot_tag=command.slot_tag,
+            )
         if not isinstance(command, ShardCommand):
             return super()._answer(command)
         if command.rank in self.deaf:
@@ -116,57 +117,75 @@ class WatchedDriver(EngineDriver):
         if shard is None or shard.incarnation != command.incarnation:
             return answers
         ledger = shard.ledger
+        self._note_slots(command.rank, shard)
         self.note(
-            MemoryUsed(
-                at_s=self.now_s,
-                rank=command.rank,
-                resident_bytes=ledger.resident_bytes,
-                reserved_bytes=ledger.reserved_bytes,
-                budget_bytes=ledger.budget_bytes,
-            )
+            MemoryUsed,
+            who_is(command.rank, shard),
+            rank=command.rank,
+            resident_bytes=ledger.resident_bytes,
+            reserved_bytes=ledger.reserved_bytes,
+            held_bytes=ledger.resident_bytes,
+            budget_bytes=ledger.budget_bytes,
         )
-        if isinstance(command, ReleaseSlot) and any(
-            isinstance(a, ev.SlotReleased) for a in answers
-        ):
-            self.note(
-                Freed(
-                    at_s=self.now_s,
-                    rank=command.rank,
-                    slot=command.slot,
-                    tag=command.slot_tag,
-                    pins=0,
-                )
-            )
         return answers
+
+    def _note_plan(self):
+        """Steps belong to the plan that runs as their commands leave."""
+        run = self.engine.state.run
+        if run is None or run.plan_id == self.plan_id:
+            return
+        self.plan_id = run.plan_id
+        wait_s = run.drain_wait_s
+        self.note(
+            PlanStarted, "controller", plan_id=run.plan_id, cause=run.cause, drain_wait_s=wait_s
+        )
+
+    def _note_slots(self, rank, shard):
+        """What a shard began to serve, and what it gave back, since it was looked at."""
+        who, ledger = who_is(rank, shard), shard.ledger
+        known = self.proved.setdefault(who, {})
+        for slot in range(ledger.num_slots):
+            layer, expert, tag = ledger.holder(slot)
+            key = layer * self.spec.num_experts + expert
+            if slot in known and known[slot] != tag:
+                freed = known.pop(slot)
+                self.note(SlotFreed, who, rank=rank, slot=slot, slot_tag=freed, readers=0)
+            if ledger.phase(slot) is SlotPhase.VERIFIED and slot not in known:
+                known[slot] = tag
+                self.note(
+                    SlotProved,
+                    who,
+                    rank=rank,
+                    slot=slot,
+                    slot_tag=tag,
+                    key=key,
+                    version="v1",
+                    held_key=key,
+                    held_version="v1",
+                    intact=True,
+                )
 
     def _note_table(self, table):
         self.kill_who_was_given_up()
-        listed = {
+        for rank, shard in self.shards.items():
+            self._note_slots(rank, shard)
+        for router in set(self.routers) - set(self.silent_routers):
+            self.note_router(router, self.applied[router])
+        listed = [
             (layer * self.spec.num_experts + expert, *replica)
             for layer in range(self.spec.num_layers)
             for expert in range(self.spec.num_experts)
             for replica in table.replicas(layer, expert)
-        }
-        verified = {
-            (layer * self.spec.num_experts + expert, rank, slot, tag)
-            for rank, shard in self.shards.items()
-            for slot in range(shard.ledger.num_slots)
-            if shard.ledger.phase(slot) is SlotPhase.VERIFIED
-            for layer, expert, tag in [shard.ledger.holder(slot)]
-        }
+        ]
         self.note(
-            Published(
-                at_s=self.now_s,
-                term=table.term,
-                epoch=table.epoch,
-                num_keys=self.spec.num_keys,
-                listed=frozenset(listed),
-                verified=frozenset(verified),
-            )
+            TablePublished,
+            "controller",
+            term=table.term,
+            epoch=table.epoch,
+            num_keys=self.spec.num_keys,
+            listed=tuple(listed),
+            lives=tuple((r.rank, r.incarnation) for r in table.ranks),
         )
-        for key in self.listed.keys() - {key for key, _, _, _ in listed}:
-            alive = [at for at in self.listed[key] if at in self.lives()]
-            assert not alive, f"I2: key {key} left the table though {alive} live"
         lives = dict(self.lives())
         self.listed = {}
         for key, rank, _, _ in listed:
@@ -181,6 +200,7 @@ class WatchedDriver(EngineDriver):
                 and rank.status is RankStatus.LOST
                 and rank.incarnation == shard.incarnation
             ):
+                self.note(Died, who_is(rank.rank, shard), cause="replaced")
                 del self.shards[rank.rank]
 
     def lives(self):
@@ -194,11 +214,12 @@ class WatchedDriver(EngineDriver):
         return super().acks(epoch)
 
     def note_router(self, router, epoch):
-        self.note(
-            RouterTold(
-                at_s=self.now_s, router=router, applied=epoch, quiesced=epoch, installs=epoch
-            )
-        )
+        self.applied[router] = epoch
+        self.note(RouterTold, router, router=router, applied=epoch, quiesced=epoch)
+
+
+def who_is(rank, shard):
+    return f"rank{rank}/{shard.incarnation}"
 
 
 class EngineMachine(RuleBasedStateMachine):

@@ -5,13 +5,15 @@ slots before any of its removals frees one. Written apart from `prove`, which pl
 """
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.layout import ABSENT, EMPTY, ExpertLayout
 from placement.planner import PlannerError, StepKind, WaveConfig, fit, make_plan
-from placement.policy import POLICIES, PolicyError, propose
+from placement.policy import PolicyError, propose
 from tests.builders import make_request, make_spec, make_topology
+from tests.property.policy_requests import MODE_NAMES, MODES
 
 EXAMPLES = settings(max_examples=120, deadline=None)
 
@@ -109,30 +111,40 @@ def test_every_plan_is_feasible_and_ends_where_it_was_meant_to(drawn):
         assert len(filled) == len(set(filled)), f"rank {rank} holds an expert twice"
 
 
+@pytest.mark.parametrize(("policy", "uniform"), MODES, ids=MODE_NAMES)
 @EXAMPLES
 @given(drawn=pairs(), data=st.data())
-def test_plans_of_policies_for_smaller_budgets_and_draining_ranks_are_feasible(drawn, data):
+def test_plans_of_policies_for_smaller_budgets_and_draining_ranks_are_feasible(
+    policy, uniform, drawn, data
+):
+    """Budgets fall, ranks drain and are lost: memory is over in no wave of what a policy wants."""
     current, _, request, waves = drawn
     slots = [
         max(0, rank.num_slots - data.draw(st.integers(0, 3))) for rank in request.topology.ranks
     ]
     draining = [data.draw(st.integers(0, 4)) == 0 for _ in slots]
-    topology = make_topology(slots, draining=draining)
-    request = make_request(
-        request.spec, topology, current, staging_slots=request.staging_slots, floor=request.floor
+    alive = [data.draw(st.integers(0, 9)) > 0 for _ in slots]
+    topology = make_topology(slots, draining=draining, alive=alive)
+    matrix = current.slots.copy()
+    matrix[~np.array(alive)] = ABSENT
+    current = ExpertLayout(matrix, current.num_layers, current.num_experts)
+    demand = np.random.default_rng(data.draw(st.integers(0, 99))).gamma(
+        0.5, 50.0, (request.spec.num_layers, request.spec.num_experts)
     )
-    fitted = fit(current, topology, request.scenarios[0, 0], staging_slots=request.staging_slots)
-    policy = data.draw(st.sampled_from(sorted(POLICIES)))
-    asked = make_request(
-        request.spec, topology, fitted, staging_slots=request.staging_slots, floor=request.floor
-    )
+    fields = {"staging_slots": request.staging_slots, "floor": request.floor, "uniform": uniform}
+    request = make_request(request.spec, topology, current, demand, **fields)
+    fitted = fit(current, topology, demand, staging_slots=request.staging_slots)
     try:
-        target = propose(policy, asked)
+        target = propose(policy, make_request(request.spec, topology, fitted, demand, **fields))
         plan = make_plan(current, target, request, waves)
     except (PolicyError, PlannerError):
         return  # too little memory, said in words
+    slots = [n if lives else 0 for n, lives in zip(slots, alive, strict=True)]
     rows = play(current, plan, slots, waves)
     for rank, row in enumerate(rows):
         if not plan.refused:
             assert all(key == EMPTY for key in row[slots[rank] :] if key != ABSENT)
             assert not (draining[rank] and any(key >= 0 for key in row))
+    if request.staging_slots and not plan.refused:
+        wanted = [{k for k in row if k >= 0} for row in target.slots.tolist()]
+        assert [{k for k in row if k >= 0} for row in rows] == wanted

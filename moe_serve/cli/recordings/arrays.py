@@ -24,18 +24,16 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_serve.cli.recordings.trace import (
-    EXPERTS_MAX,
     FILE_BYTES_MAX,
     TOP_K_MAX,
     CountTrace,
     TokenTrace,
     check_phase,
-    check_sizes,
     count_trace,
-    whole_counts,
 )
 from moe_serve.cli.recordings.vllm_window import window_trace
 from moe_serve.errors import InvalidArgument, ResourceExhausted
+from placement.adapters.counts import EXPERTS_MAX, check_sizes, whole_counts
 
 AnyArray = npt.NDArray[Any]
 
@@ -54,11 +52,14 @@ WANTED = frozenset(
 )
 """Arrays that are read; others in the file are passed over."""
 SUFFIX = ".npy"
+DEFLATE_RATIO_MAX = 1032
+"""No byte of a deflated member makes more. What a directory of zip declares is not trusted: numpy
+allocates by it before it reads."""
 
 
 def read_arrays(file: Path) -> TokenTrace | CountTrace:
-    """A trace of an npz file. Raises InvalidArgument, ResourceExhausted; other faults as the
-    libraries have them."""
+    """A trace of an npz file. Raises InvalidArgument, ResourceExhausted, EplbError; other faults as
+    the libraries have them."""
     arrays, others = _load(file)
     if "topk_ids" in arrays:
         return _tokens(file, arrays)
@@ -87,6 +88,11 @@ def _load(file: Path) -> tuple[dict[str, AnyArray], list[str]]:
             if not info.filename.endswith(SUFFIX) or name not in WANTED:
                 others.append(name)
                 continue
+            if info.file_size > DEFLATE_RATIO_MAX * info.compress_size:
+                raise InvalidArgument(
+                    f"{file}: {name} declares {info.file_size} bytes out of {info.compress_size}, "
+                    "more than can be; copy or record it again"
+                )
             total += info.file_size
             if total > FILE_BYTES_MAX:
                 raise ResourceExhausted(

@@ -22,6 +22,8 @@ EVENTS_MAX = 1_000_000
 """Events read of a journal; the service itself keeps fewer."""
 BYTES_MAX = 4 << 30
 """Bytes of all events and snapshots read of a journal."""
+_LENGTH_MAX = 1_000_000_000
+"""Greatest limit SQLite knows for one value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ def read_segments(source: Path) -> list[Segment]:
     file = source / INPUTS_FILE if source.is_dir() else source
     try:
         rows = _rows(file)
-    except (sqlite3.Error, TypeError, ValueError) as error:
+    except (sqlite3.Error, OSError, TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(
             f"{file} is not an inputs log ({error}); name a service's folder of state, or the "
             f"{INPUTS_FILE} in it"
@@ -66,7 +68,10 @@ def _rows(file: Path) -> dict[int, list[tuple[str, bytes]]]:
     """Kind and body of every row, by segment."""
     rows: dict[int, list[tuple[str, bytes]]] = {}
     num_bytes = 0
+    # What is stored fits its file. A computed column makes more of nothing, so SQLite is told, too.
+    most = min(BYTES_MAX, _stored_bytes(file))
     with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as db:
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(most, _LENGTH_MAX))
         made = db.execute("SELECT type FROM sqlite_master WHERE name = 'inputs'").fetchone()
         if made != ("table",):
             # A view would run whatever its file says, without an end.
@@ -76,13 +81,19 @@ def _rows(file: Path) -> dict[int, list[tuple[str, bytes]]]:
             if not isinstance(body, bytes):
                 raise TypeError(f"a body is {type(body).__name__}, not bytes")
             num_bytes += len(body)
-            if num_bytes > BYTES_MAX:
+            if num_bytes > most:
                 raise ResourceExhausted(
-                    f"{file} holds more than the {BYTES_MAX} bytes of events that are read; replay "
+                    f"{file} holds more than the {most} bytes of events that are read; replay "
                     "a copy from which the older segments were deleted"
                 )
             rows.setdefault(int(segment), []).append((str(kind), body))
     return rows
+
+
+def _stored_bytes(file: Path) -> int:
+    """Bytes of a database and of what was written to it last."""
+    log = file.with_name(f"{file.name}-wal")
+    return file.stat().st_size + (log.stat().st_size if log.exists() else 0)
 
 
 def _segment(file: Path, number: int, rows: list[tuple[str, bytes]]) -> Segment:

@@ -14,15 +14,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.cli.recordings.trace import (
-    CELLS_MAX,
-    CountTrace,
-    check_sizes,
-    count_trace,
-    to_logical,
-    whole_counts,
-)
+from moe_serve.cli.recordings.trace import CountTrace, count_trace
 from moe_serve.errors import InvalidArgument, ResourceExhausted
+from placement.adapters.counts import CELLS_MAX, check_sizes, to_logical, whole_counts
 
 RECORD = "eplb_load_stats"
 VERSION = 1
@@ -41,7 +35,7 @@ class _Line(msgspec.Struct):
 
 
 def read_lines(file: Path) -> CountTrace:
-    """Steps of a log, oldest first. Raises InvalidArgument, ResourceExhausted."""
+    """Steps of a log, oldest first. Raises InvalidArgument, ResourceExhausted, EplbError."""
     steps: list[npt.NDArray[np.int64]] = []
     cells = others = number = 0
     with file.open("rb") as stream:

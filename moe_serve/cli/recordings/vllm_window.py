@@ -13,14 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.cli.recordings.trace import (
-    CountTrace,
-    check_sizes,
-    count_trace,
-    to_logical,
-    whole_counts,
-)
+from moe_serve.cli.recordings.trace import CountTrace, count_trace
 from moe_serve.errors import InvalidArgument
+from placement.adapters.counts import check_sizes, to_logical, whole_counts
 
 
 def window_trace(file: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> CountTrace:
@@ -28,7 +23,7 @@ def window_trace(file: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> CountTra
     physical].
 
     The window is a ring: `expert_load_window_step`, where it is given, is the place written next,
-    so what lies there is the oldest. Raises InvalidArgument, ResourceExhausted.
+    so what lies there is the oldest. Raises InvalidArgument, EplbError.
     """
     window, where = arrays["expert_load_window"], f"{file}: expert_load_window"
     mapping = arrays.get("physical_to_logical_map")

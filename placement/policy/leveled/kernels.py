@@ -218,35 +218,30 @@ def relevel(layer: Layer, world: World, scratch: Scratch) -> tuple[float, float]
 
     The result depends on the hosts alone, not on what was there before.
     """
+    # in names of their own: a field of a structure is counted as a reference at every use
+    host_rank, host_count, demand = layer.host_rank, layer.host_count, layer.demand
+    pair_s, multi, order = world.pair_s, scratch.multi, scratch.order
     value, slowest = 0.0, 0.0
-    shared = list_shared(layer.host_count, -1, -1, scratch.multi)
-    for s in range(layer.demand.shape[0]):
-        load, flow = layer.load[s], layer.flow[s]
+    shared = list_shared(host_count, -1, -1, multi)
+    for s in range(demand.shape[0]):
+        load, flow, pairs, fair = layer.load[s], layer.flow[s], demand[s], layer.fair[s]
         load[:] = 0.0
-        for expert in range(layer.demand.shape[1]):
-            if layer.host_count[expert] == 1:
-                rank = layer.host_rank[expert, 0]
-                flow[expert, 0] = layer.demand[s, expert]
-                load[rank] += flow[expert, 0] * world.pair_s[rank]
+        for expert in range(pairs.shape[0]):
+            if host_count[expert] == 1:
+                rank = host_rank[expert, 0]
+                flow[expert, 0] = pairs[expert]
+                load[rank] += flow[expert, 0] * pair_s[rank]
             else:
-                for i in range(layer.host_count[expert]):
+                for i in range(host_count[expert]):
                     flow[expert, i] = 0.0
         for number in range(LEVEL_ROUNDS):
+            relax = RELAX if number > 0 else 1.0
             moved = pour_round(
-                scratch.multi,
-                shared,
-                layer.demand[s],
-                layer.host_rank,
-                layer.host_count,
-                world.pair_s,
-                flow,
-                load,
-                scratch.order,
-                RELAX if number > 0 else 1.0,
+                multi, shared, pairs, host_rank, host_count, pair_s, flow, load, order, relax
             )
-            if moved <= SETTLED * layer.fair[s]:
+            if moved <= SETTLED * fair:
                 break
-        value += world.weights[s] * value_of(load, layer.fair[s], world.domain)
+        value += world.weights[s] * value_of(load, fair, world.domain)
         slowest += world.weights[s] * load.max()
     return value, slowest
 
@@ -308,24 +303,36 @@ def drop_host(layer: Layer, expert: int, rank: int) -> None:
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def lend(
-    layer: Layer, world: World, scratch: Scratch, s: int, shared: int, first: int, second: int
+    s: int,
+    shared: int,
+    first: int,
+    second: int,
+    multi: IntArray,
+    pair_s: FloatArray,
+    host_rank: IntArray,
+    host_count: IntArray,
+    saved_rank: IntArray,
+    saved_count: IntArray,
+    flow_from: FloatArray,
+    load_from: FloatArray,
+    flow: FloatArray,
+    load: FloatArray,
 ) -> None:
-    """Loads and flows of scenario s into the scratch, without those of the changed experts."""
-    load, flow = scratch.load, scratch.flow
+    """Loads and flows of scenario s, without those of the changed experts."""
     for rank in range(load.shape[0]):
-        load[rank] = layer.load[s, rank]
+        load[rank] = load_from[s, rank]
     for k in range(shared):
-        expert = scratch.multi[k]
+        expert = multi[k]
         if expert != first and expert != second:
-            for i in range(layer.host_count[expert]):
-                flow[expert, i] = layer.flow[s, expert, i]
+            for i in range(host_count[expert]):
+                flow[expert, i] = flow_from[s, expert, i]
     for slot in range(2):
         expert = first if slot == 0 else second
         if expert >= 0:
-            for i in range(scratch.saved_count[slot]):
-                rank = scratch.saved_rank[slot, i]
-                load[rank] -= layer.flow[s, expert, i] * world.pair_s[rank]
-            for i in range(layer.host_count[expert]):
+            for i in range(saved_count[slot]):
+                rank = saved_rank[slot, i]
+                load[rank] -= flow_from[s, expert, i] * pair_s[rank]
+            for i in range(host_count[expert]):
                 flow[expert, i] = 0.0
 
 
@@ -340,27 +347,37 @@ def trial_value(
     can be better than even.
     """
     shared = list_shared(layer.host_count, first, second, scratch.multi)
-    load, flow = scratch.load, scratch.flow
+    # in names of their own: a field of a structure is counted as a reference at every use
+    load, flow, multi, order = scratch.load, scratch.flow, scratch.multi, scratch.order
+    host_rank, host_count, pair_s = layer.host_rank, layer.host_count, world.pair_s
+    weights, fair, domain, demand = world.weights, layer.fair, world.domain, layer.demand
     value, even = 0.0, 0.0
-    for s in range(layer.demand.shape[0]):
-        even += world.weights[s] * layer.fair[s]
-    for s in range(layer.demand.shape[0]):
-        lend(layer, world, scratch, s, shared, first, second)
+    for s in range(demand.shape[0]):
+        even += weights[s] * fair[s]
+    for s in range(demand.shape[0]):
+        lend(
+            s,
+            shared,
+            first,
+            second,
+            multi,
+            pair_s,
+            host_rank,
+            host_count,
+            scratch.saved_rank,
+            scratch.saved_count,
+            layer.flow,
+            layer.load,
+            flow,
+            load,
+        )
+        pairs = demand[s]
         for _ in range(TRIAL_ROUNDS):
             pour_round(
-                scratch.multi,
-                shared,
-                layer.demand[s],
-                layer.host_rank,
-                layer.host_count,
-                world.pair_s,
-                flow,
-                load,
-                scratch.order,
-                TRIAL_RELAX,
+                multi, shared, pairs, host_rank, host_count, pair_s, flow, load, order, TRIAL_RELAX
             )
-        value += world.weights[s] * value_of(load, layer.fair[s], world.domain)
-        even -= world.weights[s] * layer.fair[s]
+        value += weights[s] * value_of(load, fair[s], domain)
+        even -= weights[s] * fair[s]
         if value + even > limit:
             least: float = max(value + even, limit)
             return least
@@ -394,9 +411,8 @@ def level_all(
         value[number], slowest[number] = relevel(layer, world, scratch)
 
 
-def warm() -> None:
-    """Compile what is called from Python, with the types it is called with."""
-    world = World(np.ones(1), np.ones(2), np.zeros(2, np.int64), 1)
+def tiny_layer() -> tuple[Layer, World, Scratch]:
+    """A layer to compile with: types of production, two experts on two ranks, one shared."""
     layer = Layer(
         demand=np.ones((1, 2)),
         fair=np.ones(1),
@@ -405,7 +421,12 @@ def warm() -> None:
         flow=np.zeros((1, 2, 2)),
         load=np.zeros((1, 2)),
     )
-    scratch = scratch_for(2, 2)
+    return layer, World(np.ones(1), np.ones(2), np.zeros(2, np.int64), 1), scratch_for(2, 2)
+
+
+def warm() -> None:
+    """Compile what is called from Python, with the types it is called with."""
+    layer, world, scratch = tiny_layer()
     relevel(layer, world, scratch)
     level_all(
         layer.demand[None],

@@ -23,6 +23,8 @@ from moe_serve.cli.recordings import (
 )
 from moe_serve.cli.recordings import arrays as arrays_module
 from moe_serve.errors import InvalidArgument, MoeServeError, ResourceExhausted
+from placement.adapters import counts as counts_module
+from placement.adapters.sglang import logical_counts
 
 Write = Callable[[Path], None]
 ROOT = Path(__file__).parents[3]
@@ -209,7 +211,7 @@ def test_a_large_file_is_refused_before_it_is_opened(
 def test_too_many_counts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "many.npz"
     np.savez(file, logical_count=np.ones((5, 2, 2)))
-    monkeypatch.setattr(trace, "CELLS_MAX", 19)
+    monkeypatch.setattr(counts_module, "CELLS_MAX", 19)
     assert "5 steps x 2 layers x 2 experts are more than 19" in _refused(file, ResourceExhausted)
 
 
@@ -268,7 +270,8 @@ def test_stat_dumps_of_a_folder_follow_each_other(tmp_path: Path) -> None:
     assert _counts(tmp_path).counts.tolist() == [[[1, 2]], [[3, 4]]]
     _stat(tmp_path / "expert_distribution_recorder_3.pt", [[[1, 2, 3]]])
     with pytest.raises(
-        InvalidArgument, match=r"recorder_3\.pt counts \[1, 3\].*one model a folder"
+        InvalidArgument,
+        match=r"recorder_3\.pt: logical_count: counts \[1, 3\].*one model at a time",
     ):
         read_trace(tmp_path)
 
@@ -326,24 +329,27 @@ RECORDS = {"records": [_pass(1, 0, [[1, 2]])], "last_physical_to_logical_map": M
     [
         (_saved({"logical_count": _Runs()}), r"more than tensors and plain values, which is never"),
         (_saved(ONE), r"holds Tensor, want a dict"),
-        (_saved({"other": ONE}), r"no dump of SGLang's recorder .*it has other"),
-        (_saved({}), r"it has nothing"),
-        (_saved({"logical_count": [1, 2]}), r"logical_count must be a dense tensor, got list"),
-        (_saved({"logical_count": torch.ones(2).to_sparse()}), r"must be a dense tensor"),
-        (_saved({"logical_count": torch.ones(2, device="meta")}), r"must be a dense tensor"),
-        (_saved({"logical_count": torch.ones(2)}), r"\[steps, layers, experts\], got \[2\]"),
+        (_saved({"other": ONE}), r"must all hold logical_count, or all hold records .*got other"),
+        (_saved({}), r"got nothing"),
+        (_saved({"logical_count": [1, 2]}), r"logical_count: must be counts of shape .*got \[2\]"),
+        (_saved({"logical_count": torch.ones(2).to_sparse()}), r"is not an array"),
+        (_saved({"logical_count": torch.ones(2, device="meta")}), r"is not an array"),
+        (_saved({"logical_count": torch.ones(2)}), r"\[passes, layers, experts\], got \[2\]"),
         (_saved({"logical_count": torch.tensor([[[-1.0]]])}), r"got -1.0"),
         (_saved({"logical_count": torch.zeros(0, 1, 1)}), r"no step is recorded"),
         (_saved({"logical_count": ONE.bool()}), r"must be numbers, got bool"),
         (_saved({"records": []}), r"records need last_physical_to_logical_map"),
-        (_saved({**RECORDS, "records": {}}), r"records must be a list"),
-        (_saved({**RECORDS, "records": []}), r"no forward pass is recorded"),
-        (_saved({**RECORDS, "records": [3]}), r"records\[0\] must be a dict"),
-        (_saved({**RECORDS, "records": [{}]}), r"whole forward_pass_id"),
-        (_saved({**RECORDS, "records": [{"forward_pass_id": 1}]}), r"dense tensor, got NoneType"),
-        (_saved({**RECORDS, "records": [_pass(1, 0, [1, 2])]}), r"\[layers, physical\], got \[2\]"),
-        (_saved({**RECORDS, "records": [_pass(1, 0, [[1, 2, 3]])]}), r"= \[1, 3\], got int64"),
-        (_saved({**RECORDS, "last_physical_to_logical_map": -MAP}), r"\[0, 1\]: experts must be"),
+        (_saved({**RECORDS, "records": {}}), r"records: must be a list"),
+        (_saved({**RECORDS, "records": []}), r"hold no record; record at least one"),
+        (_saved({**RECORDS, "records": [3]}), r"records\[0\]: must be a mapping"),
+        (_saved({**RECORDS, "records": [{}]}), r"records\[0\].forward_pass_id: must hold integers"),
+        (
+            _saved({**RECORDS, "records": [{"forward_pass_id": 1}]}),
+            r"count: must be counts of shape",
+        ),
+        (_saved({**RECORDS, "records": [_pass(1, 0, [1, 2])]}), r"must be counts .*got \[2\]"),
+        (_saved({**RECORDS, "records": [_pass(1, 0, [[1, 2, 3]])]}), r"\(1, 3\), its map \(1, 2\)"),
+        (_saved({**RECORDS, "last_physical_to_logical_map": -MAP}), r"without a gap, got -1 to 0"),
         (_saved({"logical_count": ONE}, _use_new_zipfile_serialization=False), r"is a pickle"),
         (_compressed, r"is compressed, which torch.save never does"),
     ],
@@ -374,10 +380,33 @@ def test_a_tensor_that_is_larger_than_its_file_is_refused(tmp_path: Path) -> Non
     assert "is more than 134217728 numbers" in _refused(file, ResourceExhausted)
 
 
+@pytest.mark.parametrize("form", ["stat", "records"])
+def test_the_command_line_and_the_library_read_the_same_of_sglang(
+    tmp_path: Path, form: str
+) -> None:
+    rng, files = np.random.default_rng(7), []
+    for rank in range(3):
+        files.append(tmp_path / f"expert_distribution_recorder_{rank}.pt")
+        if form == "stat":
+            _stat(files[-1], rng.integers(0, 9, (4, 2, 5)).tolist())
+        else:
+            records = [_pass(n, rank, rng.integers(0, 9, (2, 7))) for n in (9, 4, 6)]
+            _detail(files[-1], records, [[0, 1, 2, 3, 4, 0, 1], [4, 3, 2, 1, 0, 4, 4]])
+    loaded = [torch.load(file, weights_only=True) for file in files]
+    assert np.array_equal(_counts(tmp_path).counts, logical_counts(loaded))
+
+
+def test_a_load_window_larger_than_its_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "window.pt"
+    many = torch.ones(1).expand(1 << 20, 1 << 10, 1)
+    torch.save({"expert_load_window": many, "physical_to_logical_map": MAP}, file)
+    assert "is more than 134217728 numbers" in _refused(file, ResourceExhausted)
+
+
 def test_dumps_of_different_kinds_are_not_mixed(tmp_path: Path) -> None:
     _stat(tmp_path / "a.pt", [[[1, 2]]])
     _detail(tmp_path / "b.pt", [_pass(1, 0, [[1, 2]])], [[0, 1]])
-    with pytest.raises(InvalidArgument, match="replayed one by one"):
+    with pytest.raises(InvalidArgument, match="one mode of SGLang's recorder at a time"):
         read_trace(tmp_path)
 
 
@@ -392,7 +421,7 @@ def test_ranks_of_different_models_are_not_mixed(tmp_path: Path, passes: tuple[i
 def test_an_endless_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _stat(tmp_path / "a.pt", [[[1, 2]]])
     _stat(tmp_path / "b.pt", [[[1, 2]]])
-    monkeypatch.setattr("moe_serve.cli.recordings.dumps.FILES_MAX", 1)
+    monkeypatch.setattr("moe_serve.cli.recordings.dumps.DUMPS_MAX", 1)
     with pytest.raises(ResourceExhausted, match="holds 2 dumps, at most 1"):
         read_trace(tmp_path)
 

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from placement.adapters import counts, sglang
+from placement.adapters.counts import TooLarge
 from placement.adapters.sglang import (
     location_json,
     location_mapping,
     logical_counts,
     plan_init_location,
     read_location,
+    recorded_counts,
 )
 from placement.adapters.vllm import EplbMapsPolicy, EplbPolicy
 from placement.eplb import EplbError, inverse
@@ -191,8 +194,8 @@ class TestSglangLocation:
                 r"physical_to_logical_map\[1\]: has no replica of expert 1",
             ),
             ({"physical_to_logical_map": [[0.5]]}, "must hold integers"),
-            ({"logical_count": [[-1]]}, "must be counts >= 0"),
-            ({"logical_count": [1]}, "must be counts >= 0 of shape"),
+            ({"logical_count": [[-1]]}, r"counts must lie in \[0, .*got -1"),
+            ({"logical_count": [1]}, r"must be counts of shape .*got \[1\]"),
         ],
     )
     def test_a_refusal_says_what_is_wrong(self, location: object, words: str) -> None:
@@ -229,14 +232,65 @@ class TestSglangDumps:
         assert logical_counts(dumps).tolist() == [[[10, 1]], [[4, 2]]]
         assert logical_counts(dumps, num_experts=3).tolist() == [[[10, 1, 0]], [[4, 2, 0]]]
 
+    def test_counts_alone_keep_the_passes_without_load(self) -> None:
+        dump = {"logical_count": torch.tensor([[[1, 2]], [[0, 0]]])}
+        assert recorded_counts([dump]).tolist() == [[[1, 2]], [[0, 0]]]
+        assert logical_counts([dump]).tolist() == [[[1, 2]]]
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+    def test_approximate_counts_are_rounded(self, dtype: torch.dtype) -> None:
+        dump = {"logical_count": torch.tensor([[[1.4, 2.6]]], dtype=dtype)}
+        assert logical_counts([dump]).tolist() == [[[1, 3]]]
+
+    def test_a_tensor_that_repeats_one_number_is_refused_before_it_is_unfolded(self) -> None:
+        many = torch.ones(1).expand(1 << 20, 1 << 10, 1)
+        for dump in (
+            {"logical_count": many},
+            {"records": [], "last_physical_to_logical_map": many.int()},
+        ):
+            with pytest.raises(TooLarge, match="is more than 134217728 numbers"):
+                logical_counts([dump])
+
+    def test_a_recording_has_its_limits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        record = {"forward_pass_id": 1, "global_physical_count": [[0, 1]]}
+        dump = {"records": [record, record], "last_physical_to_logical_map": [[0, 1]]}
+        with monkeypatch.context() as patch:
+            patch.setattr(sglang, "RECORDS_MAX", 1)
+            with pytest.raises(TooLarge, match=r"dumps\[0\].records: has 2 entries, at most 1"):
+                logical_counts([dump])
+        with monkeypatch.context() as patch:
+            patch.setattr(sglang, "DUMPS_MAX", 1)
+            with pytest.raises(TooLarge, match="dumps: has 2 entries, at most 1"):
+                logical_counts([dump, dump])
+        monkeypatch.setattr(counts, "CELLS_MAX", 2)
+        assert logical_counts([dump]).tolist() == [[[0, 2]]]
+        later = {**dump, "records": [record, {**record, "forward_pass_id": 2}]}
+        with pytest.raises(TooLarge, match=r"records\[1\]: 2 steps x 1 layers x 2 experts"):
+            logical_counts([later])
+        stat = {"logical_count": [[[1, 2]]]}
+        with pytest.raises(TooLarge, match="dumps: 2 steps x 1 layers x 2 experts"):
+            logical_counts([stat, stat])
+
+    def test_ranks_of_models_of_unlike_size_are_not_added(self) -> None:
+        first = {"records": [], "last_physical_to_logical_map": [[0, 1, 0]]}
+        other = {"records": [], "last_physical_to_logical_map": [[0, 1, 2]]}
+        with pytest.raises(EplbError, match=r"dumps\[1\].*\(1, 3\) and 3 experts, .* and 2"):
+            logical_counts([first, other])
+
     @pytest.mark.parametrize(
         ("dumps", "words"),
         [
             ([], "dumps: is empty"),
+            ([{"records": []}], r"dumps\[0\]: records need last_physical_to_logical_map beside"),
+            ([{"logical_count": [[[np.nan]]]}], r"logical_count\[0, 0, 0\]: .* got nan"),
+            ([{"logical_count": [[["a"]]]}], r"counts must be numbers"),
+            ([{"logical_count": [[[1 << 50, 1]]]}], r"add up to 1.13e\+15 pairs"),
+            ([{"logical_count": np.zeros((1, 2000, 1))}], r"2000 layers; 1 to 1024 are read"),
+            ([{"logical_count": np.zeros((0, 1, 1))}], r"no step is recorded"),
             ([{"rank": 0}], "must all hold logical_count, or all hold records"),
             (
                 [{"logical_count": [[[1, 2]]]}, {"logical_count": [[[1]]]}],
-                "dumps: differ in layers or experts",
+                r"dumps\[1\].logical_count: counts \[1, 1\] layers and experts, the first",
             ),
             (
                 [{"records": [], "last_physical_to_logical_map": [[0]]}],
@@ -325,7 +379,7 @@ class TestWhatOthersHandIn:
             ),
             (
                 [{"forward_pass_id": 1, "global_physical_count": [[1 << 62, 1 << 62]]}],
-                r"must be counts >= 0, at most",
+                r"\[0, 0, 0\]: counts must lie in \[0, 1125899906842624\]",
             ),
         ],
     )
@@ -340,3 +394,31 @@ class TestWhatOthersHandIn:
         dump = {"records": [record], "last_physical_to_logical_map": [[0, 1]]}
         with pytest.raises(EplbError, match=r"^num_experts: "):
             logical_counts([dump], num_experts=num_experts)  # type: ignore[arg-type]
+
+
+class TestCounts:
+    """What every reader of recorded load keeps to."""
+
+    def test_replicas_are_added_up_by_layer(self) -> None:
+        physical = np.array([[[5, 2, 1], [1, 1, 1]]])
+        mapping = np.array([[0, 1, 0], [1, 1, 1]])
+        assert counts.to_logical("map", physical, mapping).tolist() == [[[6, 2], [0, 3]]]
+        assert counts.to_logical("map", physical, mapping, 3).shape == (1, 2, 3)
+
+    @pytest.mark.parametrize(
+        ("mapping", "words"),
+        [
+            (np.array([[0, 1]]), r"must be integers \[layers, physical\] = \[1, 3\], got int64"),
+            (np.array([[0.0, 1, 2]]), r"got float64 \[1, 3\]"),
+            (np.array([[0, -1, 2]]), r"^map\[0, 1\]: experts must be >= 0, got -1"),
+            (np.array([[0, 1, 20_000]]), r"20001 experts; 1 to 16384 are read"),
+        ],
+    )
+    def test_a_map_that_is_none_is_refused(self, mapping: np.ndarray, words: str) -> None:
+        with pytest.raises(EplbError, match=words):
+            counts.to_logical("map", np.ones((1, 1, 3), dtype=np.int64), mapping)
+
+    @pytest.mark.parametrize("value", [-1, np.nan, np.inf, 2.0**63, (1 << 50) + 1])
+    def test_a_count_that_cannot_be_is_refused_with_its_place(self, value: float) -> None:
+        with pytest.raises(EplbError, match=r"^load\[0, 2\]: counts must lie in"):
+            counts.whole_counts("load", np.array([[0, 1, value]]))

@@ -272,7 +272,7 @@ def test_only_what_the_plan_touches_must_be_unchanged():
     driver = EngineDriver(
         spec,
         make_topology([8, 8], ranks_per_node=1),
-        RebalanceConfig(cooldown_s=0.0, first_policy="incremental"),
+        RebalanceConfig(cooldown_s=0.0, first_policy="incremental", floor=1),
         routers=["r0"],
     )
     driver.feed(ev.PauseAsked(at_s=0.0, request_id=1))
@@ -365,27 +365,38 @@ def test_every_window_leaves_a_record_of_why_nothing_moved():
     assert driver.rules()[-1] == "target_outstanding"
 
 
+FEW = {0: 20.0}
+"""Too little load for a layer out of balance to lose what its moves cost."""
+
+
 def test_a_layer_cools_down_after_a_plan():
     driver = two_ranks(num_ranks=4, cooldown_s=5.0, max_moves=1)
     driver.close_window(HOT)
     assert "regret_reached" in driver.rules("started")
-    tables = len(driver.tables)
+    for _ in range(2):
+        driver.close_window(FEW, base=0.0)
+        assert driver.rules()[-1] == "cooldown"
+        assert driver.records[-1].numbers["layers_resting"] == 1.0
+    driver.close_window(FEW, base=0.0)
+    assert driver.rules().count("out_of_balance") == 2
+
+
+def test_a_cool_down_ends_once_it_has_cost_as_much_as_the_moves():
+    driver = two_ranks(num_ranks=4, cooldown_s=100.0, max_moves=1)
     driver.close_window(HOT)
-    assert driver.rules()[-1] == "cooldown"
-    assert driver.records[-1].numbers["layers_resting"] == 1.0
+    driver.close_window(FEW, base=0.0)
+    assert driver.rules().count("out_of_balance") == 1
     driver.close_window(HOT)
-    assert len(driver.tables) == tables
-    driver.close_window(HOT)
-    assert len(driver.tables) == tables + 1
+    assert driver.rules().count("out_of_balance") == 2
 
 
 def test_a_shift_is_named_and_ends_the_rest_of_a_layer():
     driver = two_ranks(num_ranks=4, cooldown_s=100.0, max_moves=1)
     driver.close_window(HOT)
-    driver.close_window(HOT)
+    driver.close_window(FEW, base=0.0)
     assert driver.rules()[-1] == "cooldown"
-    driver.close_window({3: 50_000.0})
-    driver.close_window({3: 50_000.0})
+    driver.close_window({3: 20.0}, base=0.0)
+    driver.close_window({3: 20.0}, base=0.0)
     started = [r for r in driver.records if r.outcome == "started" and "shift_phase" in r.numbers]
     assert started
     assert "prefill shifted in 1 of 1 layers in window 2" in started[0].detail
@@ -408,7 +419,7 @@ def test_regret_must_reach_the_cost_of_the_copies():
     driver = EngineDriver(
         spec,
         make_topology([4, 4], ranks_per_node=1),
-        RebalanceConfig(cooldown_s=0.0, first_policy="incremental", balance_enough=0.9),
+        RebalanceConfig(cooldown_s=0.0, first_policy="incremental", balance_enough=0.9, floor=1),
         routers=["r0"],
     )
     seen = []
@@ -474,11 +485,29 @@ def test_a_target_that_does_not_come_is_given_up_and_asked_for_again():
     assert driver.table.missing() == ()
 
 
+def test_a_rank_that_is_lost_while_it_shrinks_needs_no_plan_to_shrink():
+    driver = two_ranks(slots=6)
+    driver.hold.add(ComputeTarget)
+    ask(driver, ev.BudgetAsked, rank=1, budget_bytes=2000)
+    driver.hold.discard(ComputeTarget)
+    driver.held.clear()
+    before = len(driver.commands)
+    driver.lose(1)
+    assert driver.engine.state.ranks[1].wanted_slots == 2
+    driver.wait(20.0)
+    asked = [c.cause for c in driver.commands[before:] if isinstance(c, ComputeTarget)]
+    assert asked == ["repair"]
+    driver.join(1, incarnation=2)
+    driver.wait(10.0)
+    assert driver.engine.state.ranks[1].num_slots == 2
+    assert driver.table.missing() == ()
+
+
 def test_a_repair_that_finds_no_room_waits_for_the_replacement():
     driver = two_ranks(slots=3)
     driver.lose(0)
     assert "target_failed" in driver.rules("refused")
-    assert len(driver.table.missing()) == 2
+    assert len(driver.table.missing()) == 1, "the staging slot has taken one of two"
     driver.join(0, incarnation=2)
     assert driver.table.missing() == ()
     driver.check_agreement()

@@ -7,7 +7,7 @@ import pytest
 from placement.config import RebalanceConfig
 from placement.engine import EngineSnapshot
 from placement.engine.decision import layers_in_words
-from placement.engine.outlook import FAILURES_KEPT, expected_balance, saving_by_layer
+from placement.engine.outlook import FAILURES_KEPT, expected_balance, saving_by_layer, take_window
 from placement.engine.shift import shift_seen
 from placement.messages import events as ev
 from placement.messages.codec import decode_as, encode
@@ -22,7 +22,9 @@ SLOW = {"expert_bytes": 40_000, "slot_bytes": 40_000}
 
 
 def driver_of(spec, slots=4, num_ranks=2, **fields):
-    config = RebalanceConfig(**{"cooldown_s": 0.0, "first_policy": "incremental", **fields})
+    config = RebalanceConfig(
+        **{"cooldown_s": 0.0, "first_policy": "incremental", "floor": 1, **fields}
+    )
     topology = make_topology([slots] * num_ranks, ranks_per_node=1)
     return EngineDriver(spec, topology, config, routers=["r0"])
 
@@ -158,19 +160,20 @@ def test_state_from_before_the_gate_by_layer_is_taken_up():
 
 def test_a_window_of_no_length_saves_nothing():
     driver = two_ranks()
-    window = msgspec.structs.replace(make_window(driver.spec, make_demand(driver.spec)), end_s=0.0)
-    layout = driver.engine.layout()
+    driver.close_window(HOT)
+    last = driver.engine.state.history.windows[-1]
     turn = driver.engine._turn(0.0)
-    assert saving_by_layer(turn, window, layout, layout, [0]) == {}
+    take_window(turn, msgspec.structs.replace(last, index=last.index + 1, end_s=last.start_s))
+    layout = driver.engine.layout()
+    assert saving_by_layer(turn, layout, layout, [0]) == {}
 
 
 def test_a_layer_that_nobody_asked_for_saves_nothing():
     driver = two_ranks()
-    window = make_window(driver.spec, make_demand(driver.spec, base=0.0))
     layout, turn = driver.engine.layout(), driver.engine._turn(0.0)
-    assert saving_by_layer(turn, window, layout, layout, [0]) == {}
+    assert saving_by_layer(turn, layout, layout, [0]) == {}
     other = make_layout([[0, 1, 2, 3]])
-    assert saving_by_layer(turn, window, layout, other, [0]) == {}, "another fleet's layout"
+    assert saving_by_layer(turn, layout, other, [0]) == {}, "another fleet's layout"
 
 
 def test_demand_that_only_a_draining_rank_serves_is_no_imbalance():

@@ -6,11 +6,13 @@ import pytest
 
 from placement.config import RebalanceConfig
 from placement.messages import events as ev
+from placement.messages.codec import encode
 from placement.messages.effects import (
     AbortAdd,
     ComputeTarget,
     CopyExpert,
     PublishTable,
+    ReleaseSlot,
     ReserveSlot,
     SetRankSlots,
     VerifyExpert,
@@ -47,7 +49,7 @@ def record(driver, rule):
 def filled(rows, *, slots=3, **fields):
     """A driver whose ranks hold these rows already, of four experts of one layer."""
     topology = make_topology([slots] * len(rows), ranks_per_node=1)
-    config = RebalanceConfig(cooldown_s=0.0, **fields)
+    config = RebalanceConfig(**{"cooldown_s": 0.0, "floor": 1, **fields})
     driver = EngineDriver(make_spec(), topology, config, routers=["r0"], join=False)
     for rank, row in enumerate(rows):
         driver.join(rank, shard=holding(rank, row, slots))
@@ -183,6 +185,29 @@ def test_an_applied_plan_is_refused_when_a_host_of_its_expert_is_gone():
     assert "layer 0 expert 0 changed" in refused.message
 
 
+def test_an_applied_plan_that_waits_is_refused_when_its_rank_comes_back_empty_meanwhile():
+    """It was as computed when it was applied; until the plan before it had given its slot back, the
+    rank it would take an expert from had died and come again with nothing in its slots."""
+    driver = filled([[0, 1], [2, 3], [0, 2]], slots=4)
+    driver.close_window()
+    driver.hold.add(ComputeTarget)
+    ask(driver, ev.PlanAsked)
+    answer_target(driver, plan_to(driver, [[0, 1, -1, -1], [2, 3, -1, -1], [2, -1, -1, -1]]))
+    plan_id = driver.engine.state.stored[-1].plan_id
+    driver.hold |= {CopyExpert, AbortAdd}
+    run_plan(driver, [[0, 1, 3, -1], [2, 3, -1, -1], [0, 2, -1, -1]])
+    driver.hold.add(ComputeTarget)
+    assert ask(driver, ev.ApplyAsked, plan_id=plan_id).code == "ok"
+    assert driver.engine.state.run is not None, "the copy that was called off still runs"
+    driver.lose(2)
+    driver.join(2, incarnation=2)
+    driver.let_go(CopyExpert, AbortAdd)
+    (refused,) = [r for r in record(driver, "asked") if r.outcome == "refused"]
+    assert refused.detail == f"plan {plan_id}: rank 2 slot 0 changed since the plan was computed"
+    assert driver.keys() == [[0, 1], [2, 3], []]
+    driver.check_agreement()
+
+
 def test_a_move_within_a_shrinking_rank_that_is_called_off_gives_its_slot_back():
     """Expert 2 is copied to a low slot of its rank and proved; before the table that would take the
     high one away, another request ends the plan. The rank may not list it twice, so the copy goes,
@@ -278,6 +303,176 @@ def test_an_answer_to_an_add_that_waits_for_the_first_table_comes_twice():
     driver.check_agreement()
 
 
+def test_an_add_whose_slot_was_taken_while_it_waited_never_begins():
+    """Two adds on rank 0, one at a time. Before the second begins the rank tells of an expert in
+    its slot that nobody here had put there: what is resident wins, and only that add is called
+    off."""
+    driver = filled([[0, 1], [2, 3]], slots=6, wave_adds_per_rank=1)
+    driver.hold.add(CopyExpert)
+    run_plan(driver, [[0, 1, 2, 3, -1, -1], [2, 3, -1, -1, -1, -1]])
+    (waiting,) = driver.engine.state.run.waiting[0]
+    step = driver.engine.state.run.steps[waiting].step
+    shard = driver.shards[0]
+    who = {"step_id": -9, "rank": 0, "incarnation": 1, "slot": step.slot.index}
+    taken = shard.reserve(
+        ReserveSlot(**who, layer=0, expert=step.expert, weights_version="v1")
+    ).slot_tag
+    shard.ledger.slots[step.slot.index].phase = SlotPhase.VERIFIED
+    shard.ledger.tags[step.slot.index] = taken
+    driver.join(0, shard=shard)
+    assert driver.engine.state.run.steps[waiting].state == AddState.PLANNED
+    driver.let_go()
+    driver.wait(12.0)
+    assert driver.engine.state.run is None
+    ended = [t for t in driver.transitions if t.step_id == waiting]
+    assert [(t.before, t.after) for t in ended] == [(AddState.PLANNED, AddState.ABORTED)]
+    assert (0, step.slot.index, taken) in driver.table.replicas(0, step.expert)
+    assert driver.keys() == [[0, 1, 2, 3], [2, 3]]
+    driver.check_agreement()
+
+
+def test_a_removal_that_has_not_begun_is_left_alone_when_its_rank_speaks_again():
+    driver = filled([[0, 1, 2], [2, 3]], slots=4)
+    driver.hold.add(CopyExpert)
+    run_plan(driver, [[0, 1, 3, -1], [2, 3, -1, -1]])
+    removal = next(
+        s for s in driver.engine.state.run.steps.values() if s.step.kind is StepKind.REMOVE
+    )
+    assert (removal.step.slot.rank, removal.state) == (0, RemoveState.PLANNED)
+    before = len(driver.transitions)
+    driver.join(0, shard=driver.shards[0])
+    assert not [t for t in driver.transitions[before:] if t.step_id == removal.step.step_id]
+    driver.let_go()
+    driver.wait(12.0)
+    assert driver.keys() == [[0, 1, 3], [2, 3]]
+    driver.check_agreement()
+
+
+def test_a_step_that_waited_for_the_first_table_when_the_snapshot_was_taken_is_found_again():
+    """The snapshot holds it verified and parked; the journal says that it was listed since. Were it
+    taken for a new plan's step, it would be done twice."""
+    driver = EngineDriver(
+        make_spec(), make_topology([5, 5], ranks_per_node=1), routers=["r0"], join=False
+    )
+    driver.hold.add(CopyExpert)
+    driver.join(0)
+    driver.join(1)
+    mine = [c for c in driver.held if c.rank == 0]
+    driver.held = [c for c in driver.held if c.rank != 0]
+    for command in mine:
+        for event in driver.run_shard(command):
+            driver.feed(event)
+    driver.hold.add(ComputeTarget)
+    driver.lose(1)
+    snapshot, start = driver.engine.snapshot(), len(driver.transitions)
+    parked = set(snapshot.state.parked)
+    assert parked == {c.step_id for c in mine}
+    driver.hold.clear()
+    driver.join(1, incarnation=2)
+    driver.let_go(ComputeTarget)
+    since = driver.transitions[start:]
+    listed = {t.step_id for t in since if t.after == AddState.LISTED}
+    assert parked <= listed
+    keys = driver.keys()
+    before = restart(driver, snapshot, since)
+    assert driver.engine.state.parked == {}
+    driver.wait(40.0)
+    assert len(driver.tables) > before
+    assert driver.keys() == keys
+    driver.check_agreement()
+
+
+def test_a_source_lends_no_more_copies_at_once_than_it_may():
+    driver = filled([[0, 1], [2, 3]], slots=6, wave_copies_from_rank=1)
+    driver.hold.add(CopyExpert)
+    run_plan(driver, [[0, 1, -1, -1, -1, -1], [2, 3, 0, 1, -1, -1]])
+    (first,) = driver.held
+    assert first.source.rank == 0
+    assert sum(map(len, driver.engine.state.run.waiting.values())) == 1
+    driver.held.clear()
+    for event in driver.run_shard(first):
+        driver.feed(event)
+    (second,) = driver.held
+    assert second.source.rank == 0
+    driver.let_go()
+    driver.wait(12.0)
+    assert driver.keys() == [[0, 1], [0, 1, 2, 3]]
+    driver.check_agreement()
+
+
+def test_a_release_whose_answer_is_due_is_asked_for_again_when_the_rank_speaks():
+    driver = filled([[0, 1, 2], [2, 3]], slots=4)
+    driver.hold.add(ReleaseSlot)
+    run_plan(driver, [[0, 1, -1, -1], [2, 3, -1, -1]])
+    assert driver.step_states() == [RemoveState.DRAINED]
+    (first,) = driver.held
+    driver.join(0, shard=driver.shards[0])
+    again = driver.held[1:]
+    assert list(map(encode, again)) == [encode(first)], "the same command: it may come twice"
+    driver.let_go()
+    assert driver.engine.state.run is None
+    assert driver.keys() == [[0, 1], [2, 3]]
+    driver.check_agreement()
+
+
+def test_the_loss_of_another_rank_does_not_call_a_removal_back():
+    driver = filled([[0, 1, 2], [2, 3], [0, 1]], slots=4, router_silence_s=60.0)
+    driver.silent_routers.add("r0")
+    run_plan(driver, [[0, 1, -1, -1], [2, 3, -1, -1], [0, 1, -1, -1]])
+    assert driver.step_states() == [RemoveState.UNLISTED]
+    driver.lose(2)
+    assert driver.step_states() == [RemoveState.UNLISTED]
+    driver.silent_routers.clear()
+    epoch = driver.table.epoch
+    driver.feed(ev.TableApplied(at_s=0.0, router="r0", epoch=epoch))
+    driver.feed(ev.TableQuiesced(at_s=0.0, router="r0", epoch=epoch))
+    assert driver.engine.state.run is None
+    assert driver.keys() == [[0, 1], [2, 3], []]
+    driver.check_agreement()
+
+
+def test_a_plan_of_a_layer_forgets_the_target_that_was_kept_for_it():
+    """Moves that are too dear wait for regret; meanwhile an operator has the layer moved. What was
+    kept was made for the layout before that."""
+    spec = make_spec(num_layers=2, expert_bytes=40_000, slot_bytes=40_000)
+    driver = EngineDriver(
+        spec,
+        make_topology([7, 7], ranks_per_node=1),
+        RebalanceConfig(cooldown_s=0.0, first_policy="incremental", balance_enough=0.9, floor=1),
+        routers=["r0"],
+    )
+    hot = {0: 1200.0, 4: 1200.0}
+    driver.close_window(hot, base=400.0)
+    kept = driver.engine.state.candidate
+    assert kept is not None
+    assert kept.layers == (0, 1)
+    driver.feed(ev.PauseAsked(at_s=0.0, request_id=1))
+    driver.feed(ev.PlanAsked(at_s=0.0, request_id=2, max_moves=1))
+    (move,) = driver.answers[2].plan.moves
+    driver.feed(ev.ApplyAsked(at_s=0.0, request_id=3, plan_id=driver.answers[2].plan_id))
+    assert driver.engine.state.run is None
+    assert driver.engine.state.candidate.layers == (1 - move.layer,)
+
+
+def test_of_a_plan_only_the_layers_that_pay_are_moved():
+    """Both layers are out of balance; a copy pays in one of them only."""
+    spec = make_spec(num_layers=2, expert_bytes=40_000, slot_bytes=40_000)
+    driver = EngineDriver(
+        spec,
+        make_topology([7, 7], ranks_per_node=1),
+        RebalanceConfig(cooldown_s=0.0, first_policy="incremental", balance_enough=0.9, floor=1),
+        routers=["r0"],
+    )
+    driver.close_window({0: 400_000.0, 4: 1200.0}, base=400.0)
+    started = record(driver, "regret_reached")[-1]
+    assert (started.outcome, started.numbers["layers_started"]) == ("started", 1.0)
+    assert started.numbers["layers_refused"] == 1.0
+    assert "layer 1 not moved" in started.detail
+    assert len(driver.table.replicas(0, 0)) == 2
+    assert len(driver.table.replicas(1, 0)) == 1
+    driver.check_agreement()
+
+
 # -- ranks and routers ---------------------------------------------------------------------------
 
 
@@ -295,6 +490,28 @@ def test_a_router_nobody_knows_may_leave_and_a_rank_nobody_knows_may_be_suspecte
     state = driver.engine.state
     assert (state.routers, state.ranks) == (before.routers, before.ranks)
     assert driver.engine.config is driver.config
+
+
+def test_a_rank_is_suspected_once_however_often_that_is_said():
+    driver = two_ranks(slots=6, rank_silence_s=10.0)
+    suspected = ev.RankSuspected(at_s=0.0, rank=1, reason="disconnected")
+    driver.feed(suspected)
+    driver.wait(6.0)
+    assert driver.feed(suspected).records == ()
+    driver.wait(4.5)
+    assert len(record(driver, "rank_suspected")) == 1
+    assert len(record(driver, "rank_lost")) == 1, "the time runs from the first word"
+    assert driver.feed(suspected).records == (), "nobody is left to be suspected"
+
+
+def test_a_size_that_a_lost_rank_still_answers_with_means_nothing():
+    driver = two_ranks(slots=6)
+    driver.lose(1)
+    late = ev.BudgetApplied(at_s=0.0, rank=1, num_slots=3)
+    before = driver.engine.snapshot().state.ranks
+    effects = driver.feed(late)
+    assert (effects.records, effects.commands) == ((), ())
+    assert driver.engine.state.ranks == before
 
 
 def test_a_rank_that_is_lost_before_it_ever_came_costs_no_table():

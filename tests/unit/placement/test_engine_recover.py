@@ -83,6 +83,39 @@ def test_dying_at_each_edge_forgets_nothing(died_at, arrived):
     driver.check_agreement()
 
 
+def test_a_step_that_was_called_off_before_it_began_leaves_its_slot_alone():
+    """The journal tells of an add that never began because the slot it waited for was kept. Taken
+    for one that had filled the slot, it would empty it."""
+    driver = two_ranks(slots=3)
+    driver.hold.add(CopyExpert)
+    keys = driver.keys()
+    snapshot, start = driver.engine.snapshot(), len(driver.transitions)
+    migrate_two(driver)
+    for command in list(driver.held):
+        driver.feed(ev.StepFailed(at_s=0.0, step_id=command.step_id, code="io", detail="disk"))
+    assert driver.engine.state.run is None
+    since = driver.transitions[start:]
+    assert any((t.before, t.after) == ("planned", "listed") for t in since)
+    restart(driver, snapshot, since)
+    assert driver.keys() == keys
+    driver.check_agreement()
+
+
+def test_a_journal_of_two_plans_since_the_snapshot_ends_with_the_second():
+    driver = two_ranks(slots=4)
+    snapshot, start = driver.engine.snapshot(), len(driver.transitions)
+    driver.close_window({0: 5000.0})
+    driver.close_window({1: 5000.0})
+    since = driver.transitions[start:]
+    assert len({t.plan_id for t in since}) == 2
+    keys = driver.keys()
+    before = restart(driver, snapshot, since)
+    assert driver.engine.state.run is None
+    assert len(driver.tables) > before
+    assert driver.keys() == keys
+    driver.check_agreement()
+
+
 def test_a_rank_that_died_meanwhile_is_lost_and_the_rest_goes_on():
     driver = two_ranks(slots=6, num_ranks=3)
     snapshot = driver.engine.snapshot()

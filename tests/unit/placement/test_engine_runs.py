@@ -133,11 +133,11 @@ def test_a_router_that_is_gone_is_replaced_and_one_that_is_silent_is_not():
 
 
 def test_a_copy_that_passes_its_deadline_is_aborted_and_tried_again_later():
-    driver = two_ranks(copy_timeout_s=5.0)
+    driver = two_ranks(copy_timeout_s=3.0)
     driver.hold.add(CopyExpert)
     driver.close_window(HOT)
     assert "copying" in driver.step_states()
-    driver.wait(4.9)
+    driver.wait(2.9)
     assert not sent(driver, AbortAdd)
     driver.held.clear()
     driver.hold.clear()

@@ -268,6 +268,12 @@ class TestNodes:
         nodes = [set((row // 4).tolist()) for row in after.reshape(2, 12)]
         assert nodes == [set((row // 4).tolist()) for row in before.reshape(2, 12)]
 
+    def test_current_that_is_balanced_over_nodes_is_kept(self) -> None:
+        weight = np.array([[4.0, 2, 3, 3, 4, 2, 3, 3]])
+        before = np.array([[5, 4, 7, 6, 1, 0, 2, 3]])
+        after, _, _ = rebalance_experts(weight, 8, 2, 2, 4, current=before)
+        assert np.array_equal(after, before)
+
     def test_nodes_share_the_writes_of_a_layer(self) -> None:
         before = np.array([[0, 1, 2, 3, 2, 1, 4, 5, 6, 7, 6, 5]])
         weight = np.array([[90.0, 2, 2, 2, 80, 2, 2, 2]])

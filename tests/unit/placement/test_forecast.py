@@ -164,6 +164,25 @@ def test_after_a_flip_the_phase_follows_what_came_since():
     assert forecast(later, history).shift is None, "told once"
 
 
+def test_a_shift_that_began_in_the_window_before_counts_its_last_part():
+    """One odd part at the end of a window waits for company; once the next window is like it, what
+    is forecast is of both, the older part by its age."""
+    still, mixed = np.array([300] * 4 + [100] * 4), np.full(8, 200)
+    windows = [window_of([still] * 4, index=i) for i in range(6)]
+    windows.append(window_of([still] * 3 + [mixed], index=6))
+    state, _ = run_windows(windows)
+    assert state.shift.latest is None
+    windows.append(window_of([mixed * 2] * 4, index=7))
+    state, history = run_windows(windows)
+    assert state.shift.latest.since_window == 6
+    ages = 0.9 ** np.arange(5)
+    parts_a_second = 4 / 2.0
+    expected = parts_a_second * mixed * (2 * ages[:4].sum() + ages[4]) / ages.sum()
+    found = predict("change_point", state, history)[Phase.PREFILL, 0]
+    assert found.tolist() == pytest.approx(expected.tolist())
+    assert named(state) == "change_point"
+
+
 def test_scenarios_deviate_as_sub_windows_did_and_more():
     calm, burst = [16] * 8, [32] + [16] * 7
     state, history = run_windows([window_of([calm, calm, calm, burst])])

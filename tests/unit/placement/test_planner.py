@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.policies_rule import accumulate, plan_pays, regret_reached
 from placement.layout import EMPTY, SlotId
@@ -18,6 +19,13 @@ from placement.planner import (
     reachable_floor,
 )
 from placement.planner.plan import PlannedStep
+from placement.planner.price import (
+    compiled_of,
+    layer_gains,
+    slowest_of_layers,
+    slowest_seconds,
+    stack,
+)
 from tests.builders import make_demand, make_layout, make_request, make_spec, make_topology
 
 E = EMPTY
@@ -330,3 +338,47 @@ def test_gate_compares_seconds_with_seconds():
     assert accumulate(1.0, -0.5, 2.0, 0.9) == pytest.approx(0.9)
     assert not regret_reached(plan.cost_s * 0.99, plan)
     assert regret_reached(plan.cost_s, plan)
+
+
+# -- many layers at once, and what chance makes of a gain -----------------------------------------
+
+
+def test_layers_priced_together_cost_what_each_costs_alone():
+    rng = np.random.default_rng(4)
+    layout = make_layout(
+        [[0, 1, 4, 8], [0, 2, 5, 9], [3, 1, 6, 10], [7, 11, 2, 8]], num_layers=3, num_experts=4
+    )
+    demand, per_pair = rng.uniform(0.0, 9.0, (3, 4)), np.array([1.0, 0.5, 1.0, 0.0])
+    demand[1] = 0.0
+    layers = [compiled_of(layout, layer) for layer in range(3)]
+    together = slowest_of_layers(stack(layers), demand, per_pair)
+    alone = [
+        float(slowest_seconds(compiled, demand[i : i + 1], per_pair)[0])
+        for i, compiled in enumerate(layers)
+    ]
+    assert together.tolist() == alone
+    assert together[1] == 0.0
+    assert together[0] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("hot", "differs"),
+    [
+        ((8.0, 8.0, 8.0, 8.0, 8.0), False),
+        ((8.0, 8.0, 8.0, 0.0, 0.0), False),
+        ((8.0, 0.0, 8.0, 0.0, 8.0), True),
+    ],
+)
+def test_a_change_for_good_among_scenarios_is_no_noise_of_the_gain(hot, differs):
+    before, after = make_layout([[0, 2, E], [1, 3, E]]), make_layout([[0, 2, E], [1, 3, 0]])
+    spec = make_spec()
+    scenarios = np.ones((len(hot), 2, 1, 4))
+    scenarios[:, 0, 0, 0] += hot
+    request = make_request(spec, make_topology([3, 3]), before)
+    request = replace(request, scenarios=scenarios, weights=np.full(len(hot), 1.0 / len(hot)))
+    gain = layer_gains(before, after, [0], request)[0]
+    assert gain.saved_s > 0.0
+    assert (gain.spread_s > 0.0) is differs
+    one = replace(request, scenarios=scenarios[:1], weights=np.ones(1))
+    found = layer_gains(before, after, [0], one)[0]
+    assert found.spread_s == pytest.approx(found.saved_s), "one scenario tells nothing of chance"

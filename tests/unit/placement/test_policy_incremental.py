@@ -376,3 +376,55 @@ def test_batches_that_cannot_be_are_refused():
         plan(spec, make_topology([4, 4]), live, batch_tokens=(-1.0, 0.0))
     with pytest.raises(PolicyError, match="max_cross_node_bytes must be"):
         plan(spec, make_topology([4, 4]), live, max_cross_node_bytes=-1)
+
+
+def test_of_two_layers_that_want_the_last_empty_slot_the_one_that_gains_more_gets_it():
+    spec = make_spec(num_layers=2, num_experts=4)
+    live = make_layout([[0, 1, 4, 5, -1], [2, 3, 6, 7, -1, -1]], num_layers=2)
+    demand = make_demand(spec, {0: 300.0, 4: 900.0}, base=1.0).reshape(2, 4)
+    result = plan(spec, make_topology([5, 6]), live, demand)
+    assert result.replica_counts.tolist() == [[1, 1, 1, 1], [2, 1, 1, 1]]
+    assert churn(live, result).slot_writes == 1
+    roomy = plan(spec, make_topology([5, 7]), live, demand)
+    assert roomy.replica_counts[:, 0].tolist() == [2, 2]
+
+
+def test_of_two_layers_that_want_the_last_copy_between_nodes_one_gets_it():
+    spec = make_spec(num_layers=2, num_experts=4)
+    live = make_layout([[0, 1, 4, 5, -1], [2, 3, 6, 7, -1, -1, -1]], num_layers=2)
+    topology = make_topology([5, 7], ranks_per_node=1)
+    demand = make_demand(spec, {0: 300.0, 4: 900.0}, base=1.0).reshape(2, 4)
+    result = plan(spec, topology, live, demand, max_cross_node_bytes=2 * spec.expert_bytes - 1)
+    assert result.replica_counts[:, 0].tolist() == [1, 2]
+    assert _far_writes(topology, live, result) == 1
+    more = plan(spec, topology, live, demand, max_cross_node_bytes=2 * spec.expert_bytes)
+    assert more.replica_counts[:, 0].tolist() == [2, 2]
+
+
+def trading():
+    """(spec, topology, layout, demand): two hot layers in full ranks, whose only room is what a
+    third layer, without load, could do without."""
+    spec = make_spec(num_layers=3, num_experts=2)
+    live = make_layout([[0, 2, 4, 5, -1], [1, 3, 4, 5, -1]], num_layers=3, num_experts=2)
+    demand = np.array([[90.0, 10.0], [80.0, 10.0], [0.0, 0.0]])
+    return spec, make_topology([5, 5]), live, demand
+
+
+def test_slots_of_other_layers_are_traded_worst_layer_first_until_the_writes_are_used_up():
+    spec, topology, live, demand = trading()
+    one = plan(spec, topology, live, demand, max_moves=1)
+    assert churn(live, one).slot_writes == 1
+    assert one.replica_counts.tolist() == [[2, 1], [1, 1], [1, 2]]
+    both = plan(spec, topology, live, demand)
+    assert both.replica_counts.tolist() == [[2, 1], [2, 1], [1, 1]]
+
+
+def test_rounds_of_trades_are_bounded(monkeypatch):
+    """A round writes one slot of a layer that trades; both experts need another replica here."""
+    spec = make_spec(num_layers=2, num_experts=2)
+    live = make_layout([[0, 2, 3, -1], [1, 2, 3, -1], [2, 3, -1]], num_layers=2, num_experts=2)
+    demand = np.array([[64.0, 51.0], [0.0, 0.0]])
+    topology = make_topology([4, 4, 3])
+    assert churn(live, plan(spec, topology, live, demand)).slot_writes == 2
+    monkeypatch.setattr("placement.policy.incremental_search.ROUNDS_MAX", 1)
+    assert churn(live, plan(spec, topology, live, demand)).slot_writes == 1

@@ -1,5 +1,7 @@
 """Replay of journal segments and of expert traces."""
 
+from itertools import pairwise
+
 import msgspec
 import numpy as np
 import pytest
@@ -15,74 +17,68 @@ from placement.replay import (
     replay_trace,
     trace_windows,
 )
-from placement.sim.log import Stepped
-from placement.sim.runner import small_world
+from placement.sim.world import World
 from tests.builders import make_spec, make_topology
 
 
-def journal(windows=6, seed=3, until_s=20.0):
-    world = small_world(seed, windows=windows)
-    world.clock.run_until(until_s)
-    return world, [e for e in world.log if isinstance(e, Stepped)]
+def journal(seed=3, until_s=12.0):
+    """A controller that has lived in a quiet world, and (event, effects) of its engine."""
+    world = World(seed, faults=0)
+    world.stage.clock.run_until(until_s)
+    (controller,) = world.fleet.controllers
+    return controller, list(controller.inputs)
 
 
 def as_bytes(snapshot, steps):
-    return (
-        encode(snapshot),
-        [encode(s.event) for s in steps],
-        [encode(s.effects) for s in steps],
-    )
+    return encode(snapshot), [encode(event) for event, _ in steps], [encode(e) for _, e in steps]
 
 
 def test_recorded_events_give_the_recorded_effects_byte_for_byte():
-    world, steps = journal()
+    controller, steps = journal()
     assert len(steps) > 50
-    assert replay_segment(*as_bytes(world.segments[0][0], steps)) == ()
+    assert replay_segment(*as_bytes(controller.started_from, steps)) == ()
 
 
 def test_replay_may_start_at_any_segment():
-    world = small_world(4, windows=8)
-    for end_s in (3.0, 7.5, 9.1, 20.0):
-        world.clock.run_until(end_s)
-        world.segments.append((world.engine.snapshot(), len(world.log)))
-    for (snapshot, start), (_, end) in zip(world.segments[:-1], world.segments[1:], strict=True):
-        steps = [e for e in world.log[start:end] if isinstance(e, Stepped)]
-        assert replay_segment(*as_bytes(snapshot, steps)) == ()
+    world = World(4, faults=0)
+    (controller,) = world.fleet.controllers
+    cuts = [(controller.started_from, 0)]
+    for end_s in (1.5, 3.7, 4.6, 10.0):
+        world.stage.clock.run_until(end_s)
+        cuts.append((controller.engine.snapshot(), len(controller.inputs)))
+    for (snapshot, start), (_, end) in pairwise(cuts):
+        assert replay_segment(*as_bytes(snapshot, controller.inputs[start:end])) == ()
 
 
 def test_a_changed_effect_is_named():
-    world, steps = journal()
-    number = next(i for i, s in enumerate(steps) if s.effects.records)
+    controller, steps = journal()
+    number = next(i for i, (_, effects) in enumerate(steps) if effects.records)
+    event, effects = steps[number]
     changed = list(steps)
-    changed[number] = msgspec.structs.replace(
-        steps[number],
-        effects=msgspec.structs.replace(steps[number].effects, records=()),
-    )
-    (difference,) = replay_segment(*as_bytes(world.segments[0][0], changed))
+    changed[number] = event, msgspec.structs.replace(effects, records=())
+    (difference,) = replay_segment(*as_bytes(controller.started_from, changed))
     assert difference.startswith(f"event {number} ")
     assert "records[0] was nothing" in difference
-    more = msgspec.structs.replace(
-        steps[number].effects, commands=(*steps[number].effects.commands, WakeAt(at_s=1.0))
-    )
-    changed[number] = msgspec.structs.replace(steps[number], effects=more)
-    (difference,) = replay_segment(*as_bytes(world.segments[0][0], changed))
+    commands = (*effects.commands, WakeAt(at_s=1.0))
+    changed[number] = event, msgspec.structs.replace(effects, commands=commands)
+    (difference,) = replay_segment(*as_bytes(controller.started_from, changed))
     assert "is nothing" in difference
 
 
 def test_recorded_targets_can_be_computed_again():
-    world, steps = journal(seed=5)
-    events, effects = [s.event for s in steps], [s.effects for s in steps]
+    controller, steps = journal(seed=7)
+    config = controller.engine.config
+    events, effects = [e for e, _ in steps], [e for _, e in steps]
     targets = [e.plan for e in events if isinstance(e, ev.TargetComputed)]
-    assert any(not plan.moves for plan in targets)
     assert any(plan.moves for plan in targets)
-    assert recomputed(events, effects, world.config) == ()
-    other = msgspec.structs.replace(world.config, wave_adds_per_rank=1, wave_copies_from_rank=1)
+    assert recomputed(events, effects, config) == ()
+    other = msgspec.structs.replace(config, wave_adds_per_rank=1, wave_copies_from_rank=1)
     assert "computed differently" in recomputed(events, effects, other)[0]
 
 
 def test_a_target_that_was_computed_and_can_be_no_more_is_a_difference():
-    world, steps = journal()
-    events, effects = [s.event for s in steps], [s.effects for s in steps]
+    controller, steps = journal()
+    events, effects = [e for e, _ in steps], [e for _, e in steps]
     at = next(
         i for i, e in enumerate(effects) if any(isinstance(c, ComputeTarget) for c in e.commands)
     )
@@ -91,8 +87,9 @@ def test_a_target_that_was_computed_and_can_be_no_more_is_a_difference():
         for c in effects[at].commands
     ]
     effects[at] = msgspec.structs.replace(effects[at], commands=tuple(asked))
-    assert recomputed(events, effects, world.config) == (
-        f"target {asked[-1].request_id} is computed differently now",
+    (command,) = [c for c in asked if isinstance(c, ComputeTarget)]
+    assert recomputed(events, effects, controller.engine.config) == (
+        f"target {command.request_id} is computed differently now",
     )
 
 

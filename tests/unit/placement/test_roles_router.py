@@ -334,6 +334,21 @@ def test_two_partial_covers_give_each_row_once_and_the_rest_goes_again() -> None
     ]
 
 
+def test_a_reply_whose_rows_another_cover_brought_first_counts_as_dropped() -> None:
+    role = a_role(a_table([[0, 2]] * E), **HEDGING)
+    first, hedge = hedged_pair(role)
+    assert role.open_sub_calls == 2
+    serve(role, first, [0, 0, 1])
+    serve(role, hedge, [0, 0, 1])
+    assert role.open_sub_calls == 0
+    assert role.dropped_replies == 1
+    (retry,) = role.take_retries()
+    (third,) = again(role, retry.call_id)
+    assert serve(role, third).finished
+    rows = [(c.sub_id, c.row_id.tolist()) for c in role.close_request(1)]
+    assert sorted(rows) == [(first.sub_id, [0, 1]), (third.sub_id, [2])]
+
+
 def test_a_lost_cover_leaves_the_hedge_to_finish() -> None:
     role = a_role(a_table([[0, 2]] * E), **HEDGING)
     first, hedge = hedged_pair(role)
@@ -342,7 +357,7 @@ def test_a_lost_cover_leaves_the_hedge_to_finish() -> None:
     assert serve(role, hedge).finished
 
 
-def test_hedges_are_off_by_default_bounded_and_never_on_the_same_node() -> None:
+def test_nothing_is_hedged_before_a_p95_is_known_much_or_on_the_same_node() -> None:
     role = a_role(a_table([[0, 2]] * E))
     begin(role, [[0]])
     assert role.hedges_due(1e6) == ()
@@ -373,7 +388,9 @@ def test_at_most_three_attempts_and_the_failure_says_who_failed() -> None:
         assert role.lost(sent.sub_id, fault=True, at_s=0.0).failure is None
         (sent,) = again(role, role.take_retries()[0].call_id)
     failure = role.lost(sent.sub_id, fault=True, at_s=0.0).failure
-    assert failure == Failure(FailureKind.ATTEMPTS, "1 rows failed 3 times (rank 0 lost)")
+    assert failure == Failure(
+        FailureKind.ATTEMPTS, "layer 0, expert 0: 1 rows failed 3 times (rank 0 lost)"
+    )
     assert role.close_request(1) == ()
     assert role.open_calls == 0
 
@@ -404,7 +421,7 @@ def test_the_budget_grows_with_what_is_open() -> None:
 
 
 def test_a_retry_avoids_who_failed_until_that_has_changed() -> None:
-    role = a_role(a_table([[0, 1]] * E, epoch=1), memory_bound_pairs=100)
+    role = a_role(a_table([[0, 1]] * E, epoch=1), memory_bound_pairs=100, budget_least=99)
     for key in range(1, 9):
         (first,) = begin(role, [[0]], key=key)
         there, other = first.part.rank, 1 - first.part.rank
@@ -551,7 +568,7 @@ def test_faults_in_a_row_eject_longer_each_time_and_a_served_call_forgives() -> 
     book = a_book(eject_share=1.0)
     for _ in range(2):
         book.fault(0, 1, 0.0)
-    book.answered(0, 1, 1, 0.0, 0.0)
+    book.served(0, 1, 0.01, 1.0, 0.0)
     for _ in range(2):
         book.fault(0, 1, 0.0)
     assert book.avoided(0.0) == frozenset()

@@ -243,6 +243,17 @@ def test_an_abort_waits_until_a_running_copy_stops():
     assert shard.copied(0, 1, 80, 0.5) == []
 
 
+def test_a_copy_that_was_done_before_it_could_be_stopped_ends_the_abort():
+    shard = make()
+    shard.reserve(reserve())
+    shard.begin_copy(copy())
+    assert shard.abort(abort()).work is Work.STOP_COPY
+    (answer,) = shard.copied(0, 1, 80, 0.5)
+    assert isinstance(answer, AddAborted), "and no word that it was copied"
+    assert shard.ledger.phase(0) is SlotPhase.EMPTY
+    assert shard.ledger.reserved_bytes == 0
+
+
 def test_an_abort_of_a_served_slot_waits_for_its_pins():
     shard = filled()
     pinned = np.array([0], np.int32)

@@ -17,9 +17,8 @@ from placement.policy.leveled.kernels import (
     Layer,
     Scratch,
     World,
-    relevel,
-    scratch_for,
     steepness,
+    tiny_layer,
     value_of,
 )
 
@@ -142,15 +141,5 @@ def cheapest_drops(
 
 def warm() -> None:
     """Compile what is called from Python, with the types it is called with."""
-    world = World(np.ones(1), np.ones(2), np.zeros(2, np.int64), 1)
-    layer = Layer(
-        demand=np.ones((1, 2)),
-        fair=np.ones(1),
-        host_rank=np.array([[0, 1], [1, 0]], dtype=np.int64),
-        host_count=np.array([2, 1], dtype=np.int64),
-        flow=np.zeros((1, 2, 2)),
-        load=np.zeros((1, 2)),
-    )
-    scratch = scratch_for(2, 2)
-    relevel(layer, world, scratch)
+    layer, world, scratch = tiny_layer()
     cheapest_drops(layer, world, scratch, np.zeros(2), np.zeros(2, np.int64))
