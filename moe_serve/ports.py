@@ -108,6 +108,8 @@ class SubCall:
     pair_gate: npt.NDArray[np.float32]
     pair_k: npt.NDArray[np.int32]
     pair_expert: npt.NDArray[np.int32]
+    request_id: str = ""
+    """The caller's name for the request, "" where it gave none; for logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,12 @@ class SubReply:
     compute_s: float
     """Its share, by pairs, of the seconds of the batch it was computed in."""
     detail: str = ""
+    """Why rows were not served. Where they were REFUSED it begins with one of the words busy, late,
+    draining, stopping, stalled, broken; the last two are in `FAULT_WORDS`."""
+
+
+FAULT_WORDS: Final = ("stalled", "broken")
+"""First words of `SubReply.detail` that say that the shard itself is at fault, not its load."""
 
 
 class ShardChannel(Protocol):
@@ -181,6 +189,42 @@ class ShardInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class RunningCopy:
+    """One copy that runs into a shard. Where `done_bytes` does not grow from one report to the
+    next, it stands still."""
+
+    step_id: int
+    slot: int
+    layer: int
+    expert: int
+    source: str
+    """"rank 3", "host cache", "checkpoint", or "" before that is known."""
+    done_bytes: int
+    total_bytes: int
+    seconds: float
+    """Since it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMemory:
+    """Where a shard's memory is, in bytes."""
+
+    slab_bytes: int = 0
+    """Mapped for canonical forms; resident only where slots are held."""
+    free_bytes: int = 0
+    """Of these, places that no slot holds."""
+    largest_free_run_bytes: int = 0
+    """Longest run of neighbours among the free places of one slab: largest_free_run_bytes /
+    free_bytes is 1 where the free memory is in one piece."""
+    loaded_bytes: int = 0
+    """Held by the backend beside the canonical forms, on its device where it has one."""
+    process_bytes: int = 0
+    """Of the shard's process in memory."""
+    host_cache_bytes: int = 0
+    """Of the node's cache, which all shards of the node share, when this one added to it last."""
+
+
+@dataclass(frozen=True, slots=True)
 class ShardReport:
     """Periodic answer of a shard: un-acknowledged hotness reports and gauges."""
 
@@ -194,8 +238,13 @@ class ShardReport:
     highest_term: int
     highest_epoch: int
     busy: bool
-    """True where something is being computed: silence of probes is then explained."""
+    """True where something is being computed and goes on: silence of probes is then explained."""
     counters: dict[str, float] = field(default_factory=dict)
+    stalled_s: float = 0.0
+    """Seconds for which one batch has been computed where that is far too long; else 0."""
+    memory: ShardMemory = field(default_factory=ShardMemory)
+    copies: tuple[RunningCopy, ...] = ()
+    """Copies into this shard that run now, by slot."""
 
 
 ShardCommand = ReserveSlot | CopyExpert | VerifyExpert | AbortAdd | ReleaseSlot | SetRankSlots
@@ -280,13 +329,22 @@ class RouterPort(Protocol):
         """Identity and port."""
         ...
 
-    async def install_table(self, table: RoutingTable, peers: Sequence[str]) -> int:
+    async def install_table(
+        self, table: RoutingTable, peers: Sequence[str], suspects: Sequence[int] = ()
+    ) -> int:
         """Use the table for new batches if it is newer. `peers`: gRPC addresses of all routers, for
-        GetModelSpec. Returns the applied epoch. Raises StaleTerm."""
+        GetModelSpec. `suspects`: exactly the ranks that the controller suspects now; they are used
+        where nothing else is left. Sent again with the same table, only peers and suspects change.
+        Returns the applied epoch. Raises StaleTerm."""
         ...
 
     async def report(self, acked_seq: int) -> RouterReport:
         """Demand after `acked_seq`; what is up to it may be forgotten."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls, let open ones finish for `grace_s`, then serve no more. The part still
+        has to be ended. Raises Unavailable."""
         ...
 
 
@@ -308,8 +366,11 @@ class Fleet(Protocol):
         Unavailable."""
         ...
 
-    async def create_router(self, name: str, router: str, incarnation: int) -> RouterPort:
-        """Start a router actor and wait until its port is bound. Raises StartRefused,
+    async def create_router(
+        self, name: str, router: str, incarnation: int, port: int = 0
+    ) -> RouterPort:
+        """Start a router actor and wait until its port is bound. `port`: of its last life, taken
+        again where the settings name none and it is free; 0 = there was none. Raises StartRefused,
         Unavailable."""
         ...
 

@@ -86,6 +86,14 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     profile: str
     alive: bool = True
     draining: bool = False
+    fill_max: int = -1
+    """Slots that may be filled whatever the budget, for the others are not given back yet; -1 = no
+    such limit."""
+
+    def room(self, staging_slots: int) -> int:
+        """Slots that may be filled, with `staging_slots` left empty."""
+        room = self.num_slots - staging_slots
+        return max(0, room if self.fill_max < 0 else min(room, self.fill_max))
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,8 +36,8 @@ settings.register_profile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("moe_serve")
-    group.addoption("--seed", type=int, default=1, help="first seed of the simulated worlds")
-    group.addoption("--seeds", type=int, default=20, help="simulated worlds, each of its own seed")
+    group.addoption("--seed", type=int, default=0, help="first seed of the simulated worlds")
+    group.addoption("--seeds", type=int, default=200, help="simulated worlds, each of its own seed")
     group.addoption("--explore", action="store_true", help="Hypothesis draws new examples")
     group.addoption("--rewrite", action="store_true", help="write golden transcripts anew")
 
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def first_seed(request: pytest.FixtureRequest) -> int:
-    """First seed of the simulated worlds: `make sim SEED=n`."""
+    """First seed of the simulated worlds: `make sim FIRST_SEED=n`."""
     return int(request.config.getoption("--seed"))
 
 

@@ -57,7 +57,7 @@ class EngineDriver:
         paused: bool = False,
     ) -> None:
         self.spec, self.topology = spec, topology
-        self.config = config or RebalanceConfig(cooldown_s=0.0, first_policy="incremental")
+        self.config = config or RebalanceConfig(cooldown_s=0.0, first_policy="incremental", floor=1)
         self.engine = RebalanceEngine(
             spec, topology, self.config, term=1, first_epoch=1, start_s=0.0, paused=paused
         )
@@ -262,7 +262,13 @@ def two_ranks(
 
     topology = make_topology([slots] * num_ranks, ranks_per_node=1)
     config = RebalanceConfig(
-        **{"cooldown_s": 0.0, "regret_decay": 0.9, "first_policy": "incremental", **fields}  # type: ignore[arg-type]
+        **{  # type: ignore[arg-type]
+            "cooldown_s": 0.0,
+            "regret_decay": 0.9,
+            "first_policy": "incremental",
+            "floor": 1,
+            **fields,
+        }
     )
     return EngineDriver(spec or make_spec(), topology, config, routers=["r0"])
 

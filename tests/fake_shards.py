@@ -64,6 +64,8 @@ class FakeShard:
     delay_s: float = 0.0
     gives_up_early_s: float = 0.0
     hold: asyncio.Event | None = None
+    never_answers: set[int] = field(default_factory=set)
+    """Keys of requests whose sub-calls hang."""
     calls: list[SubCall] = field(default_factory=list)
     executed: list[tuple[int, int, int, int]] = field(default_factory=list)
     """(request_key, layer, row, k) of every pair computed."""
@@ -144,6 +146,8 @@ class FakeShardChannel:
         try:
             async with asyncio.timeout(call.timeout_s - shard.gives_up_early_s):
                 await self._wait(shard)
+                if call.request_key in shard.never_answers:
+                    await asyncio.Event().wait()
         except TimeoutError:
             raise WireLost(f"rank {shard.rank} did not answer") from None
         with np.errstate(all="ignore"):

@@ -106,14 +106,16 @@ class RayFleet:
         await self._first_answer(name, handle.describe.remote())
         return port
 
-    async def create_router(self, name: str, router: str, incarnation: int) -> RouterRemote:
+    async def create_router(
+        self, name: str, router: str, incarnation: int, port: int = 0
+    ) -> RouterRemote:
         """See `ports.Fleet.create_router`."""
         labels = self._plan.config.fleet.router_node_labels
         async with self._place(name, PartKind.ROUTER, labels, router) as node:
-            return await self._create_router(name, router, incarnation, node)
+            return await self._create_router(name, router, incarnation, node, port)
 
     async def _create_router(
-        self, name: str, router: str, incarnation: int, node: RayNode
+        self, name: str, router: str, incarnation: int, node: RayNode, last_port: int
     ) -> RouterRemote:
         first_port = self._plan.config.ports.grpc
         settings = self._plan.router_settings(
@@ -132,7 +134,7 @@ class RayFleet:
             label_selector={"ray.io/node-id": node.node_id},
             runtime_env={"env_vars": self._environment(SHARD_ENV_VARS, 0)},
         )
-        handle = await _off_loop(actor.remote, settings, self._plan.wire_keys)
+        handle = await _off_loop(actor.remote, settings, self._plan.wire_keys, last_port)
         remote = RouterRemote(handle)
         await self._first_answer(name, handle.start.remote())
         await remote.start()  # raises StartRefused with the router's own words

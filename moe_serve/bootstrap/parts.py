@@ -24,7 +24,7 @@ from moe_serve.shard.work_queue import QueueLimits
 from moe_serve.weights import Checkpoint, WeightsError
 from moe_serve.wire.security import CurveKeys
 from moe_serve.wire.sockets import WireOptions
-from placement.cost import least_crossover
+from placement.cost import least_crossover, rank_seconds
 from placement.roles.router_records import RouterRules
 from placement.topology import DeviceProfile, MoeSpec
 
@@ -94,6 +94,14 @@ class PartsPlan:
                 return DeviceProfile(**profile.model_dump())
         raise KeyError(f"profile {name!r} is not declared")
 
+    def _rank_slowness(self) -> tuple[float, ...]:
+        """How many times as long as the fastest device each rank's takes for a pair of an expert
+        that it must read."""
+        fleet, spec = self.config.fleet, self.spec
+        ranks = [self.profile(fleet.group_of(rank).profile) for rank in range(fleet.num_ranks)]
+        took_s = [float(rank_seconds(1.0, 1.0, spec, profile)) for profile in ranks]
+        return tuple(one / min(took_s) for one in took_s)
+
     def shard_settings(
         self, rank: int, incarnation: int, *, node: str, failure_domain: str, host: str
     ) -> ShardSettings:
@@ -122,6 +130,9 @@ class PartsPlan:
             wire=WireOptions(message_bytes_max=limits.max_message_bytes),
             queue=QueueLimits(rows_max=limits.max_queue_rows),
             copy_bytes_per_s=float(limits.copy_bytes_per_s),
+            host_cache_dir=str(Path(self.state_dir) / "host_cache"),
+            # On a shared folder it would be no node's own.
+            host_cache_bytes=0 if config.state_dir_shared else limits.host_cache_bytes,
             ledger_rows_max=limits.ledger_rows_max,
         )
 
@@ -142,7 +153,13 @@ class PartsPlan:
             port=port,
             checkpoint_layers=self.checkpoint_layers,
             simulated=any(group.backend == "emulated" for group in config.fleet.ranks),
-            rules=RouterRules(memory_bound_pairs=least_crossover(self.spec, profiles)),
+            rules=RouterRules(
+                memory_bound_pairs=least_crossover(self.spec, profiles),
+                retry_share=config.limits.retry_share,
+                hedge_share=config.limits.hedge_share,
+                eject_share=config.limits.eject_share,
+                rank_slowness=self._rank_slowness(),
+            ),
             limits=RpcLimits(max_message_bytes=config.limits.max_message_bytes),
             max_open_rows=config.limits.max_rows_in_flight,
             ledger_entries=config.limits.ledger_rows_max,

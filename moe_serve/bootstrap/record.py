@@ -1,6 +1,7 @@
 """The service record: a small file that tells the CLI on this machine where a running service is.
 
-Written by `up`, removed by `down`. Holds addresses and process ids, never a secret.
+Written by `up`, kept true by `status`, removed by `down`. Holds addresses and process ids, never a
+secret.
 """
 
 from __future__ import annotations
@@ -124,10 +125,19 @@ def read_record(service: str = "") -> ServiceRecord:
         )
     try:
         return msgspec.json.decode(found[0].read_bytes(), type=ServiceRecord)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise NotFound(
             f"{found[0]} is damaged ({error}); remove it and run `moe-serve up` again"
         ) from error
+
+
+def refresh_record(service: str, router_addresses: tuple[str, ...]) -> None:
+    """Note where a running service's routers are now: one that was created anew may listen at
+    another port. A record that cannot be read or written stays as it is."""
+    with contextlib.suppress(NotFound, StartRefused):
+        record = read_record(service)
+        if router_addresses and record.router_addresses != router_addresses:
+            write_record(msgspec.structs.replace(record, router_addresses=router_addresses))
 
 
 def remove_record(service: str) -> None:

@@ -37,11 +37,13 @@ from moe_serve.bootstrap.record import (
     read_record,
     remove_record,
     service_dir,
+    state_home,
     write_record,
 )
 from moe_serve.bootstrap.signals import handlers_kept
 from moe_serve.bootstrap.size import size_report
 from moe_serve.config import ServiceConfig
+from moe_serve.controller.journal_store import peek
 from moe_serve.errors import NotFound, StartRefused
 from moe_serve.router.faults import ContributionFault
 from moe_serve.wire.security import CurveKeys
@@ -106,7 +108,9 @@ def _up(
     on_checks: Callable[[list[NodeCheck]], None],
 ) -> ServiceRecord:
     check_not_running(config.service)
-    checked_model(config)  # what the file alone can say is said before anything starts
+    # What the files alone can say is said before anything starts.
+    checked_model(config)
+    check_journal(config)
     local: LocalRay | None = None
     if address:
         join_auth(os.environ, Path.home())
@@ -202,6 +206,12 @@ def check_not_running(service: str) -> None:
             f"service {service!r} is running already (admin {record.admin_address}); "
             f"`moe-serve down {service}` ends it, or choose another `service:` name"
         )
+
+
+def check_journal(config: ServiceConfig) -> None:
+    """Raises StartRefused where this machine holds a journal of the service with which no
+    controller of this version could go on."""
+    peek(config.state_dir or state_home() / config.service, config.service)
 
 
 def _answers(address: str) -> bool:

@@ -37,7 +37,7 @@ from moe_serve.client.checks import (
 )
 from moe_serve.client.endpoints import Endpoints
 from moe_serve.client.link import RouterLink
-from moe_serve.client.lost import elsewhere
+from moe_serve.client.lost import elsewhere, of_all
 from moe_serve.client.model_spec import ModelSpec
 from moe_serve.errors import (
     DeadlineExceeded,
@@ -254,10 +254,10 @@ class AsyncClient:
     async def _try_routers(
         self, ask: Callable[[RouterLink, int, float], Awaitable[_T]], deadline_s: float
     ) -> _T:
-        """Ask one router, then others while the answer is UNAVAILABLE and time is left. The last
-        typed error is raised."""
+        """Ask one router, then others while the answer is UNAVAILABLE and time is left. Raises what
+        `lost.of_all` makes of the tries."""
         tried: set[str] = set()
-        last: MoeServeError = DeadlineExceeded("the deadline was over before the first try")
+        tries: list[tuple[str, MoeServeError]] = []
         for attempt in range(ATTEMPTS_MAX):
             address = self._endpoints.pick(time.monotonic(), frozenset(tried))
             if address in tried:
@@ -270,7 +270,7 @@ class AsyncClient:
             except MoeServeError as error:
                 if self._closed or not elsewhere(error):
                     raise
-                last = error
+                tries.append((address, error))
             else:
                 self._endpoints.worked(address)
                 if attempt:
@@ -278,7 +278,9 @@ class AsyncClient:
                 return answer
             self._endpoints.failed(address, time.monotonic())
             tried.add(address)
-        raise last
+        if not tries:
+            raise DeadlineExceeded("the deadline was over before the first try")
+        raise of_all(tries)
 
     def _link(self, address: str) -> RouterLink:
         if self._closed:

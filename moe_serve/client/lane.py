@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from moe_serve.client.lost import lost_or_typed
-from moe_serve.errors import DeadlineExceeded, MoeServeError, Unavailable
+from moe_serve.client.lost import RouterLost, lost_or_typed
+from moe_serve.errors import DeadlineExceeded, MoeServeError
 from moe_serve.rpc import dispatch_pb2
 from moe_serve.rpc.status import from_item_error
 
@@ -100,11 +100,11 @@ class StreamLane:
             self._call.cancel()
 
     async def _read(self) -> None:
-        error: MoeServeError = Unavailable("the stream to the router was closed")
+        error: MoeServeError = RouterLost("the stream to the router was closed")
         try:
             while (reply := await self._call.read()) is not grpc.aio.EOF:
                 self._settle(reply)
-            error = Unavailable("the router ended the stream")
+            error = RouterLost("the router ended the stream")
         except grpc.RpcError as failure:
             error = lost_or_typed(failure)
         finally:

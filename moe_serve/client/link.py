@@ -19,8 +19,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from moe_serve.client.lane import StreamLane
-from moe_serve.client.lost import lost_or_typed
-from moe_serve.errors import DeadlineExceeded, MoeServeError, Unavailable
+from moe_serve.client.lost import RouterLost, lost_or_typed
+from moe_serve.errors import DeadlineExceeded, MoeServeError
 from moe_serve.rpc import dispatch_pb2, dispatch_pb2_grpc
 from moe_serve.rpc.options import channel_credentials, channel_options
 
@@ -171,7 +171,7 @@ class RouterLink:
             elif await self._alive():
                 self._heard_s = time.monotonic()
             elif self._waiting and self._lost is None:
-                self._lost = Unavailable(
+                self._lost = RouterLost(
                     f"router {self._address} has not answered for {SILENCE_S + CHECK_TIMEOUT_S} s"
                 )
                 await self._abandon(self._lost)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,26 @@ from pydantic import BaseModel, ValidationError
 
 from moe_serve.config.schema import ServiceConfig
 
-FILE_BYTES_MAX = 1 << 20
-"""A service file is a page of text; anything larger is a mistake."""
-ALIASES_MAX = 0
-"""YAML aliases are refused: an anchor bomb is small on disk and huge in memory."""
+FILE_BYTES_MAX = 64 << 10
+"""A service file is a page of text; anything larger is a mistake. PyYAML takes about a kilobyte for
+each node, so this bounds memory as well."""
+DEPTH_MAX = 32
+"""Lists and maps within each other; a service has four. PyYAML's time grows with the square."""
+FIELD_CHARS_MAX = 200
+"""Characters of a field's name in a fault: a key of the file may have any length."""
+PROBLEM_CHARS_MAX = 500
+"""Characters of what one fault says."""
+FAULTS_MAX = 64
+"""Faults told at once: a list of thousands of wrong entries says the same a thousand times."""
+_MALFORMED = (
+    ValueError,  # bytes that are no UTF-8 among them
+    RecursionError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    ArithmeticError,
+)
+"""What PyYAML's constructors raise beside its own errors, for `!!int ""`, `!!bool x` and such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +95,16 @@ def parse_config(data: bytes, file: str) -> ServiceConfig:
             )
         )
     root, tree = _compose(data, file)
-    faults = tuple(_duplicates(root, file))
+    faults = tuple(islice(_duplicates(root, file), FAULTS_MAX))
     try:
         config = ServiceConfig.model_validate(tree)
     except ValidationError as error:
-        found = [_from_pydantic(item, root, file) for item in error.errors()]
-        raise ConfigInvalid(
-            tuple(sorted((*faults, *found), key=lambda f: (f.line, f.column)))
-        ) from error
+        items = error.errors(include_url=False)
+        found = [_from_pydantic(item, root, file) for item in items[:FAULTS_MAX]]
+        told = sorted((*faults, *found), key=lambda f: (f.line, f.column))
+        if len(items) > FAULTS_MAX:
+            told.append(_fault(file, None, "", f"{len(items) - FAULTS_MAX} more faults"))
+        raise ConfigInvalid(tuple(told)) from error
     if faults:
         raise ConfigInvalid(faults)
     return config
@@ -94,19 +113,21 @@ def parse_config(data: bytes, file: str) -> ServiceConfig:
 def _compose(data: bytes, file: str) -> tuple[yaml.Node, Any]:
     try:
         text = data.decode("utf-8")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise ConfigInvalid(
-                (_fault(file, None, "", "YAML aliases (*name) are not supported here"),)
-            )
+        depth = 0
+        for event in yaml.parse(text, yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            _refuse_event(event, depth, file)
         root = yaml.compose(text, yaml.SafeLoader)
         tree = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         raise ConfigInvalid((_fault(file, mark, "", f"not YAML: {error.problem}"),)) from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, *_MALFORMED) as error:
         if isinstance(error, ConfigInvalid):
             raise
-        raise ConfigInvalid((_fault(file, None, "", f"not YAML: {error}"),)) from error
+        problem = f"not YAML: {error}"
+        raise ConfigInvalid((_fault(file, None, "", problem),)) from error
     if not isinstance(root, yaml.MappingNode):
         raise ConfigInvalid(
             (_fault(file, None, "", "want a mapping with service, model, fleet, profiles"),)
@@ -114,9 +135,28 @@ def _compose(data: bytes, file: str) -> tuple[yaml.Node, Any]:
     return root, tree
 
 
+def _refuse_event(event: yaml.Event, depth: int, file: str) -> None:
+    """Aliases would make a small file huge; tags would make other types than a service has."""
+    if isinstance(event, yaml.AliasEvent):
+        problem = "YAML aliases (*name) are not supported here"
+    elif getattr(event, "tag", None) is not None:
+        problem = "YAML tags (!name) are not supported here; write the plain value"
+    elif depth > DEPTH_MAX:
+        problem = f"more than {DEPTH_MAX} lists and maps within each other; correct the brackets"
+    else:
+        return
+    raise ConfigInvalid((_fault(file, event.start_mark, "", problem),))
+
+
 def _fault(file: str, mark: Any, field: str, problem: str) -> ConfigFault:
     line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
-    return ConfigFault(file, line, column, field, problem)
+    return ConfigFault(
+        file, line, column, _cut(field, FIELD_CHARS_MAX), _cut(problem, PROBLEM_CHARS_MAX)
+    )
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _duplicates(node: yaml.Node, file: str, path: str = "") -> Iterator[ConfigFault]:
@@ -161,8 +201,10 @@ def _from_pydantic(item: Any, root: yaml.Node, file: str) -> ConfigFault:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    try:
+        return _cut(repr(value), 60)
+    except (ValueError, RecursionError):  # a number of thousands of digits; too many brackets
+        return f"a {type(value).__name__} too large to show"
 
 
 def _locate(root: yaml.Node, loc: tuple[Any, ...]) -> tuple[Any, bool]:

@@ -29,6 +29,8 @@ _UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
+BYTES_MAX = 1 << 60
+"""Most bytes a size may say."""
 
 
 def parse_bytes(value: Any) -> Any:
@@ -39,10 +41,13 @@ def parse_bytes(value: Any) -> Any:
     match = _SIZE.match(value)
     if match is None:
         raise ValueError('want bytes as a number or a size such as "64MiB"')
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = float(match[1]) * _UNITS[match[2]]
+    if not size <= BYTES_MAX:
+        raise ValueError(f"must be at most {BYTES_MAX} bytes")
+    return int(size)
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, le=BYTES_MAX)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
@@ -169,6 +174,18 @@ class LimitsConfig(_Section):
     """Rows a shard queues before it refuses."""
     copy_bytes_per_s: Bytes = 200 << 20
     """Token bucket of copies into a shard."""
+    retry_share: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Retries of a router, as a share of its calls over ten seconds (ten are always allowed) and of
+    those open at once (three are)."""
+    hedge_share: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Calls a router sends a second time, to another node, once they are older than 95% of recent
+    calls took: a share of its calls. 0 = never."""
+    eject_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Shards a router leaves alone at once for their own faults, or because they are far slower
+    than the others: a share of them, but one always."""
+    host_cache_bytes: Bytes = 256 << 20
+    """Bytes of experts that each node keeps under the state directory, ready to serve, beside what
+    the shards hold; 0 = none. With `state_dir_shared` there is none."""
     ledger_rows_max: Annotated[int, Field(ge=0, le=50_000_000)] = 0
     """Contributions each part keeps for an outside audit; 0 = none."""
 

@@ -25,6 +25,8 @@ from moe_serve.telemetry.sink import RaySink
 
 START_PAUSE_S = 5.0
 """Wait before a start that failed for something that may pass is tried again."""
+REFUSED_PAUSE_S = 30.0
+"""The same where a person must act first."""
 
 
 class ControllerActor:
@@ -43,6 +45,7 @@ class ControllerActor:
             settings, fleet, on_fatal=_end_process, metrics=Metrics(RaySink())
         )
         self._fault = ""
+        self._refused = False
         self._starting = asyncio.get_running_loop().create_task(self._start_until_up())
 
     async def start(self) -> dict[str, Any]:
@@ -72,29 +75,39 @@ class ControllerActor:
         return await self._service.down(grace_s)
 
     async def _try_start(self) -> bool:
-        """Whether the service is up, or will not come up by itself."""
+        """Whether the service is up."""
         try:
             await self._service.start()
         except StartRefused as error:
-            # It will not come up by itself. After a restart nobody asks `describe`: log it.
-            self._fault = error.message
-            self._log.error("controller refuses to start", reason=self._fault)
-            return True
+            self._note(error.message, refused=True)
+            return False
         except MoeServeError as error:
-            self._fault = error.message
+            self._note(error.message, refused=False)
             return False
         except Exception as error:
             # A folder without rights, a damaged disk, Ray's head away, a bug: told, and tried
             # again, since nobody else would start the service of a restarted actor.
-            self._fault = f"{type(error).__name__}: {error}"
+            self._note(f"{type(error).__name__}: {error}", refused=False)
             return False
-        self._fault = ""
+        self._note("", refused=False)
         return True
 
+    def _note(self, fault: str, *, refused: bool) -> None:
+        """A start succeeded or failed. After a restart nobody asks `describe`: what is new is
+        logged."""
+        if fault and fault != self._fault:
+            if refused:
+                self._log.error("controller refuses to start", reason=fault)
+            else:
+                self._log.warning("controller did not start", reason=fault)
+        self._fault, self._refused = fault, refused
+
     async def _start_until_up(self) -> None:
+        """Try until it succeeds. A fault that will not pass by itself ends when a person acts, and
+        then nobody has to start the controller."""
         while not await self._try_start():
-            self._log.warning("controller did not start", reason=self._fault)
-            await asyncio.sleep(START_PAUSE_S)
+            await self._service.show_fault(self._fault)
+            await asyncio.sleep(REFUSED_PAUSE_S if self._refused else START_PAUSE_S)
 
 
 def _end_process(_error: BaseException) -> None:

@@ -240,6 +240,9 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
             self._check_rank(request.rank)
             if request.budget_bytes < 0:
                 raise _wrong("budget_bytes", f"{request.budget_bytes} must be >= 0")
+            most = INT32_MAX * self._source.settings.spec.slot_bytes
+            if request.budget_bytes > most:
+                raise _wrong("budget_bytes", f"{request.budget_bytes} must be at most {most}")
             answer = await self._ask(
                 lambda n: BudgetAsked(
                     at_s=0.0,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from moe_serve.controller.adoption import Adopted, adopt
-from moe_serve.controller.clock import DriverClock, wall_s
+from moe_serve.controller.clock import DriverClock, boot_id, boot_s
 from moe_serve.controller.journal import Journal, move_aside, open_journal
-from moe_serve.controller.journal_rows import JournalImage, StateSnapshot
+from moe_serve.controller.journal_rows import JournalImage, Starts, StateSnapshot
 from moe_serve.controller.settings import ControllerSettings
 from moe_serve.controller.terms import claim_term, first_epoch
 from moe_serve.errors import StartRefused
@@ -27,8 +27,8 @@ class Beginning:
     """Everything a life begins with.
 
     owner: name of this machine. going_on: the journal's state goes on. journal_names: parts it
-    names. starts: wall-clock seconds of the newest starts, this one included. problems: what a
-    person should know of how it began.
+    names. starts: the newest, this one included. router_ports: where each router was last.
+    problems: what a person should know of how it began.
     """
 
     owner: str
@@ -39,10 +39,11 @@ class Beginning:
     term: int
     going_on: bool
     journal_names: tuple[str, ...]
-    starts: tuple[float, ...]
+    starts: Starts
     restarts: int
     epochs_published: int
     admin_port: int
+    router_ports: dict[str, int]
     problems: list[str]
 
 
@@ -77,10 +78,13 @@ async def begin(
                 intended_term=old.intended_term,
                 epoch=old.epoch,
                 last_at_s=old.last_at_s,
+                admin_port=old.admin_port,
+                router_ports=old.router_ports,
             )
         elif image.dropped_tail:
             problems.append("the journal's last record was torn and was dropped")
-        starts = (*image.starts, wall_s()) if counts_as_start else image.starts
+        # Who ended the service on purpose and starts it again has no controller that keeps dying.
+        starts = _starts(Starts() if image.closed else image.starts, counts_as_start)
         return await _with_journal(
             settings,
             fleet,
@@ -130,7 +134,7 @@ async def _with_journal(
     image: JournalImage,
     *,
     owner: str,
-    starts: tuple[float, ...],
+    starts: Starts,
     term_seen: int,
     problems: list[str],
 ) -> Beginning:
@@ -194,13 +198,20 @@ async def _with_journal(
         restarts=restarts,
         epochs_published=image.epochs_published,
         admin_port=image.admin_port,
+        router_ports=image.router_ports,
         problems=problems,
     )
 
 
-def _restarts(settings: ControllerSettings, starts: tuple[float, ...]) -> int:
-    since_s = wall_s() - settings.restarts_within_s
-    return max(0, sum(s >= since_s for s in starts) - 1)
+def _starts(earlier: Starts, counts_as_start: bool) -> Starts:
+    boot = boot_id()
+    kept = earlier.at_s if earlier.boot == boot else ()
+    return Starts(boot, (*kept, boot_s()) if counts_as_start else kept)
+
+
+def _restarts(settings: ControllerSettings, starts: Starts) -> int:
+    since_s = boot_s() - settings.restarts_within_s
+    return max(0, sum(s >= since_s for s in starts.at_s) - 1)
 
 
 def _fits(settings: ControllerSettings, adopted: Adopted) -> bool:

@@ -1,24 +1,28 @@
 """Creating parts, and ending those that are to be replaced.
 
 Responsible for the order: the name is in the journal before the part exists, and goes from it after
-the part is ended. Tries again for as long as the part is wanted, with growing pauses. Must never
-decide whether a part is wanted. Called by the executor and when a life begins.
+the part is ended; a router that serves is drained first. Tries again for as long as the part is
+wanted, with growing pauses. A router that is created anew listens where its last life did, so that
+what clients and the service record hold stays true. Must never decide whether a part is wanted.
+Called by the executor and when a life begins.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
 
 from moe_serve.controller.clock import DriverClock
 from moe_serve.controller.journal import Journal
 from moe_serve.controller.journal_rows import part_row
 from moe_serve.controller.journal_store import JournalFull
-from moe_serve.controller.names import Incarnations, PartKind, PartName
+from moe_serve.controller.names import Incarnations, PartKind, PartName, parse
 from moe_serve.controller.parts import (
     AnyPart,
     PartTable,
+    RouterPart,
     ShardPart,
     place_of,
     rank_joined,
@@ -35,6 +39,10 @@ PAUSE_MAX_S = 30.0
 """Longest pause between two tries to create one part."""
 KILL_TIMEOUT_S = 10.0
 """Longest wait for the cluster's word that a part is ended."""
+DRAIN_SLACK_S = 2.0
+"""Beyond its grace, how long a router's word is waited for that it has ended its calls."""
+ROUTER_GRACE_S = 5.0
+"""How long the open calls of a router may take that is ended while the service goes on."""
 
 
 class Welcome(Protocol):
@@ -66,9 +74,11 @@ class PartCreator:
         limits: SupervisionLimits,
         post: Callable[[AnyEvent], Awaitable[None]],
         fenced: Callable[[StaleTerm], None],
+        router_ports: Mapping[str, int],
     ) -> None:
         self._service_id = service_id
         self._fleet = fleet
+        self._router_ports = dict(router_ports)
         self._journal = journal
         self._clock = clock
         self._parts = parts
@@ -101,6 +111,7 @@ class PartCreator:
     async def end_stranger(self, name: str) -> None:
         """End a living part that must not live on. Tries again while the cluster gives no answer,
         until `end_within_s` is over; why it still lives is then a problem for people."""
+        await drain_router(self._fleet, self._service_id, name, ROUTER_GRACE_S)
         pause_s = self._limits.create_attempt_pause_s
         ends_s = self._clock.now_s() + self._limits.end_within_s
         while True:
@@ -158,10 +169,19 @@ class PartCreator:
         if isinstance(part, ShardPart):
             await self._post(rank_joined(part.info))
         else:
+            await self._note_port(part)
             await self._post(
                 RouterJoined(at_s=0.0, router=part.name.place, incarnation=part.name.incarnation)
             )
         self._host.welcome(part)
+
+    async def _note_port(self, part: RouterPart) -> None:
+        port = port_of(part.info.grpc_address)
+        if not port or self._router_ports.get(part.name.place) == port:
+            return
+        self._router_ports[part.name.place] = port
+        with contextlib.suppress(JournalFull):  # its next life may listen elsewhere, that is all
+            await self._journal.note_router_port(part.name.place, port)
 
     async def _end_earlier(self, kind: PartKind, place: str) -> None:
         """End every earlier life of the place that the journal names."""
@@ -177,7 +197,8 @@ class PartCreator:
         if kind is PartKind.SHARD:
             shard = await self._fleet.create_shard(str(name), name.rank, incarnation)
             return shard_part(name, shard, await shard.describe(), self._clock.now_s())
-        router = await self._fleet.create_router(str(name), place, incarnation)
+        last_port = self._router_ports.get(place, 0)
+        router = await self._fleet.create_router(str(name), place, incarnation, last_port)
         return router_part(name, router, await router.describe(), self._clock.now_s())
 
     def _note(self, kind: PartKind, place: str, error: MoeServeError) -> None:
@@ -185,3 +206,33 @@ class PartCreator:
         self._parts.problems[where] = f"{where} does not start: {error.message}"
         if isinstance(error, StartRefused) and not isinstance(error, JournalFull):
             self._parts.refusals[where] = self._parts.refusals.get(where, 0) + 1
+
+
+async def drain_router(fleet: Fleet, service_id: str, name: str, grace_s: float) -> None:
+    """Let a router's open calls end, where `name` is one's and it answers. Best effort: the part is
+    ended afterwards in any case."""
+    part = parse(service_id, name)
+    if part is None or part.kind is not PartKind.ROUTER:
+        return
+    with contextlib.suppress(TimeoutError, MoeServeError):
+        async with asyncio.timeout(grace_s + DRAIN_SLACK_S):
+            router = await fleet.find_router(name)
+            if router is not None:
+                await router.stop(grace_s)
+
+
+async def end_parts(
+    fleet: Fleet, service_id: str, journalled: Iterable[str], *, grace_s: float
+) -> list[str]:
+    """End every part a journal names and every other that lives, routers drained first while all
+    shards still serve. Returns the names."""
+    names = sorted({*journalled, *await fleet.part_names()})
+    await asyncio.gather(*(drain_router(fleet, service_id, name, grace_s) for name in names))
+    await asyncio.gather(*(fleet.kill(name) for name in names))
+    return names
+
+
+def port_of(address: str) -> int:
+    """Port of host:port, 0 where there is none."""
+    port = address.rpartition(":")[2]
+    return int(port) if port.isascii() and port.isdecimal() else 0

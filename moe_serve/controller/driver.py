@@ -4,10 +4,16 @@ Responsible for the order that `Effects` demands: transitions are on disk before
 follows from them is carried out, a table is sent before the commands after it. Stamps events with
 driver time. Must never decide. Called by the life that owns it; everything else posts events.
 
+Operators' requests that move something are tried on a twin of the engine: what would follow is on
+disk before the engine itself hears of the request. Where the disk is full the request is refused at
+once, by name of the problem, and nothing of it is done, then or later.
+
 Full disk. Effects with transitions that cannot be written are withheld, in order, and written again
-each second; automatic plans are paused. Effects without transitions (a lost rank's table, records)
-are carried out: a table follows from nothing that must be remembered, and a later one includes an
-earlier.
+each second; automatic plans are paused. While any are withheld, so is every command to a shard: it
+may follow from what could not be written (a release that is asked for again, say), and for two
+drain waits after it is every release: routers must have heard of the table first. Other effects
+without transitions (a lost rank's table, records) are carried out: a table follows from nothing
+that must be remembered, and a later one includes an earlier.
 """
 
 from __future__ import annotations
@@ -32,7 +38,8 @@ from moe_serve.controller.journal_rows import (
 )
 from moe_serve.controller.journal_store import JournalFull
 from moe_serve.controller.tasks import Bell
-from moe_serve.errors import ResourceExhausted, Unavailable
+from moe_serve.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from moe_serve.ports import ShardCommand
 from placement.engine import RebalanceEngine
 from placement.messages.codec import encode
 from placement.messages.effects import (
@@ -40,13 +47,18 @@ from placement.messages.effects import (
     AnyCommand,
     Effects,
     PublishTable,
+    ReleaseSlot,
     WakeAt,
 )
 from placement.messages.events import (
     AnyEvent,
+    ApplyAsked,
+    BudgetAsked,
+    DrainAsked,
     PauseAsked,
     ResumeAsked,
     TimerFired,
+    UndrainAsked,
     WindowClosed,
 )
 from placement.routing import RoutingTable
@@ -60,6 +72,9 @@ FULL_RETRY_S = 1.0
 """Wait before a commit that a full disk refused is tried again."""
 OWN_REQUEST = 0
 """Number of requests the controller makes of its own engine; nobody waits for the answer."""
+
+_MOVING = (ApplyAsked, BudgetAsked, DrainAsked, UndrainAsked, ResumeAsked)
+"""Operators' requests that move something, or let something move."""
 
 
 class Executor(Protocol):
@@ -107,12 +122,16 @@ class Driver:
         self._snapshot_every = snapshot_every
         self._events: asyncio.Queue[AnyEvent] = asyncio.Queue(EVENTS_MAX)
         self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._moving: set[int] = set()
+        """Numbers of requests without an answer that move something."""
         self._next_request = OWN_REQUEST + 1
         self._wake_at_s = clock.now_s()
         self._since_snapshot = 0
         self._told = _intent(engine)
         self._withheld: list[Effects] = []
         self._retry_at_s = NEVER_S
+        self._releases_from_s = 0.0
+        """Before this time no slot is freed, for the table without it may have left just now."""
         self._paused_here = False
         self.problem = ""
         """Why moves stand still, "" where they do not."""
@@ -123,18 +142,27 @@ class Driver:
 
     async def ask(self, make: Callable[[int], AnyEvent]) -> Answer:
         """Post an operator's request made with the number given, and wait for its answer. Raises
-        ResourceExhausted."""
+        ResourceExhausted, FailedPrecondition where it needs a disk with room."""
         if len(self._answers) >= ASKS_MAX:
             raise ResourceExhausted(f"{ASKS_MAX} requests wait for an answer; try later")
         number = self._next_request
+        event = make(number)
+        moves = isinstance(event, _MOVING)
+        if moves and self.problem:
+            raise self._refusal()
+        if isinstance(event, PauseAsked):
+            self._paused_here = False  # somebody wants it so, whatever the disk does
         self._next_request += 1
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
+        if moves:
+            self._moving.add(number)
         try:
-            await self.post(make(number))
+            await self.post(event)
             return await answer
         finally:
             self._answers.pop(number, None)
+            self._moving.discard(number)
 
     async def run(self) -> None:
         """Take events for ever. Raises StaleTerm where another controller owns the journal."""
@@ -165,6 +193,9 @@ class Driver:
         event = msgspec.structs.replace(event, at_s=at_s)
         if self._journal.wants_segment(at_s):
             self._journal.begin_segment(at_s, encode(self.engine.snapshot()))
+        ahead = isinstance(event, _MOVING) and event.request_id != OWN_REQUEST
+        if ahead and not await self._written_ahead(event, at_s):
+            return
         self._journal.append_input(at_s, encode(event))
         if at_s >= self._wake_at_s:
             self._wake_at_s = NEVER_S
@@ -177,50 +208,89 @@ class Driver:
             self._figures.window_closed(self.engine.state, event.window)
         run = self.engine.state.run
         self._book.note(effects.transitions, () if run is None else run.steps)
-        await self._write_and_execute(effects, at_s)
+        if not ahead:
+            await self._write_and_execute(effects, at_s)
+        else:
+            self._carry_out(effects)
         if effects.records or effects.transitions or effects.commands:
             self._bell.ring()
 
+    async def _written_ahead(self, event: AnyEvent, at_s: float) -> bool:
+        """Whether what an operator's request will do could be written; it is on disk then, and not
+        yet done. Else its answer says why not."""
+        if self.problem:
+            self._refuse_moving()
+            return False
+        twin = RebalanceEngine.replayed(self.engine.snapshot())
+        effects = twin.step(event)
+        published = self._book.epochs_published
+        rows = self._rows(twin, effects, at_s)
+        self._fail_points.at_commit("before", effects.transitions)
+        try:
+            await self._journal.commit(rows)
+        except JournalFull as error:
+            self._book.epochs_published = published
+            self._disk_full(error)
+            return False
+        self._since_snapshot += len(effects.transitions)
+        return True
+
     async def _write_and_execute(self, effects: Effects, at_s: float) -> None:
-        rows = self._rows(effects, at_s)
-        for command in effects.commands:
-            if isinstance(command, WakeAt):  # of no consequence, and only the latest counts
-                self._wake_at_s = command.at_s
-        if effects.transitions and self._withheld:
-            self._withheld.append(effects)
+        rows = self._rows(self.engine, effects, at_s)
+        if self._withheld and (effects.transitions or _commands_shards(effects)):
+            self._withhold(effects)
             return
         self._fail_points.at_commit("before", effects.transitions)
         if rows:
             try:
                 await self._journal.commit(rows)
             except JournalFull as error:
-                self._disk_full(error, effects)
+                if effects.transitions:
+                    self._withhold(effects)
+                self._disk_full(error)
                 if effects.transitions:
                     return
             else:
                 self._since_snapshot += len(effects.transitions)
+        self._carry_out(effects)
+
+    def _carry_out(self, effects: Effects) -> None:
+        """Do what is on disk."""
         self._fail_points.at_commit("after", effects.transitions)
+        self._note_wake(effects)
         self._execute(effects)
 
-    def _rows(self, effects: Effects, at_s: float) -> list[Row]:
+    def _note_wake(self, effects: Effects) -> None:
+        for command in effects.commands:
+            if isinstance(command, WakeAt):  # of no consequence, and only the latest counts
+                self._wake_at_s = command.at_s
+
+    def _withhold(self, effects: Effects) -> None:
+        self._note_wake(effects)
+        self._withheld.append(effects)
+
+    def _rows(self, engine: RebalanceEngine, effects: Effects, at_s: float) -> list[Row]:
         rows = [transition_row(t) for t in effects.transitions]
         for command in effects.commands:
             if isinstance(command, PublishTable):
                 self._book.epochs_published += 1
                 rows.append(epoch_row(command.table.epoch, at_s))
-        intent = _intent(self.engine)
+        intent = _intent(engine)
         if intent != self._told or self._since_snapshot >= self._snapshot_every:
             self._told, self._since_snapshot = intent, 0
-            rows.append(snapshot_row(self.snapshot(at_s)))
+            rows.append(snapshot_row(self._snapshot_of(engine, at_s)))
         return rows
 
     def snapshot(self, at_s: float) -> StateSnapshot:
         """Everything that must be remembered, now."""
+        return self._snapshot_of(self.engine, at_s)
+
+    def _snapshot_of(self, engine: RebalanceEngine, at_s: float) -> StateSnapshot:
         return StateSnapshot(
-            term=self.engine.state.term,
-            epoch=self.engine.state.epoch,
+            term=engine.state.term,
+            epoch=engine.state.epoch,
             at_s=at_s,
-            engine=self.engine.snapshot(),
+            engine=engine.snapshot(),
             parts=self._parts(),
             epochs_published=self._book.epochs_published,
         )
@@ -229,6 +299,8 @@ class Driver:
         for command in effects.commands:
             if isinstance(command, WakeAt):
                 continue
+            if isinstance(command, ReleaseSlot) and self._clock.now_s() < self._releases_from_s:
+                continue  # the engine asks again
             if isinstance(command, Answer):
                 waiting = self._answers.get(command.request_id)
                 if waiting is not None and not waiting.done():
@@ -243,16 +315,26 @@ class Driver:
             else:
                 self._executor.start(command)
 
-    def _disk_full(self, error: JournalFull, effects: Effects) -> None:
+    def _disk_full(self, error: JournalFull) -> None:
         if not self.problem:
             self.problem = f"no new moves: {error.message}"
             self._told = ()  # whatever was to be told is told with the next commit
             self._paused_here = not self.engine.state.paused
             if self._paused_here:
                 self._post_soon(PauseAsked(at_s=0.0, request_id=OWN_REQUEST, reason=self.problem))
-        if effects.transitions:
-            self._withheld.append(effects)
+        self._refuse_moving()
         self._retry_at_s = self._clock.now_s() + FULL_RETRY_S
+
+    def _refuse_moving(self) -> None:
+        """Answer every request that moves something; what the engine took before goes on once there
+        is room."""
+        for number in self._moving:
+            waiting = self._answers[number]
+            if not waiting.done():
+                waiting.set_exception(self._refusal())
+
+    def _refusal(self) -> FailedPrecondition:
+        return FailedPrecondition(f"{self.problem}; then ask again")
 
     def _post_soon(self, event: AnyEvent) -> None:
         # From within the loop a full queue cannot be waited for: only the loop empties it.
@@ -273,11 +355,18 @@ class Driver:
         withheld, self._withheld = self._withheld, []
         self._told, self._since_snapshot = _intent(self.engine), 0
         self._retry_at_s, self.problem = NEVER_S, ""
+        # The waits of removals passed while no router could hear of the table that unlists them.
+        self._releases_from_s = at_s + 2 * self.engine.config.drain_wait_s
         for effects in withheld:
             self._execute(effects)
         if self._paused_here:
             self._post_soon(ResumeAsked(at_s=0.0, request_id=OWN_REQUEST))
         self._bell.ring()
+
+
+def _commands_shards(effects: Effects) -> bool:
+    """Whether a shard is to be told something."""
+    return any(isinstance(command, ShardCommand) for command in effects.commands)
 
 
 def _intent(engine: RebalanceEngine) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ from moe_serve.controller.book import MOVE_RULES
 from moe_serve.controller.parts import PartTable
 from moe_serve.telemetry import Metrics
 from placement.engine import EngineState
+from placement.engine.stall import stalled
 from placement.engine.state import RankState, RankStatus, SlotUse
 from placement.load import LoadWindow
 from placement.messages.records import DecisionRecord
@@ -24,6 +25,7 @@ from placement.scoring import balancedness, layer_balancedness
 from placement.topology import MoeSpec, Phase
 
 ENDS = frozenset({"done", "aborted"})
+STALL_RULE = "plan_stalled"
 
 
 class Figures:
@@ -43,6 +45,8 @@ class Figures:
         self._metrics = metrics
         self._began: dict[tuple[str, int], float] = {}
         """Driver time at which moves under way were started."""
+        self._stalls = 0.0
+        """Plans that stood still, as the newest record of one says."""
         metrics.set("build_info", 1.0, version=__version__, model=spec.model)
 
     def decided(self, records: Iterable[DecisionRecord]) -> None:
@@ -63,6 +67,8 @@ class Figures:
                 copy_bytes=record.copy_bytes,
             )
             self._metrics.add("decisions_total", rule=record.rule, outcome=record.outcome)
+            if record.rule == STALL_RULE:
+                self._stall(record)
             if record.rule in MOVE_RULES and record.move_id >= 0:
                 self._move(record)
 
@@ -73,11 +79,19 @@ class Figures:
         metrics.set("epoch", state.epoch)
         metrics.set("rebalancing", float(state.run is not None))
         metrics.set("paused", float(state.paused))
+        metrics.set("rebalance_stalled", float(bool(stalled(state))))
         metrics.set("moves_under_way", len(self._began))
         self._placement(state)
         self._load(state, window)
         for rank in state.ranks:
             self._rank(rank)
+
+    def _stall(self, record: DecisionRecord) -> None:
+        # One plan may leave two records: that it stands still, and that it was aborted for it.
+        number = record.numbers.get("plans_stalled", 0.0)
+        if number != self._stalls:
+            self._metrics.add("plans_stalled_total")
+        self._stalls = number
 
     def _move(self, record: DecisionRecord) -> None:
         key = record.plan_id, record.move_id

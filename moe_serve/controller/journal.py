@@ -24,15 +24,15 @@ from typing import TypeVar
 
 import msgspec
 
-from moe_serve.controller.journal_rows import JournalImage, Row, image_of
+from moe_serve.controller.journal_rows import ROUTER_PORT, JournalImage, Row, Starts, image_of
 from moe_serve.controller.journal_store import (
     INPUTS_FILE,
     STARTS_KEPT,
     STATE_FILE,
     InputsStore,
-    JournalDamaged,
     JournalFull,
     StateStore,
+    damaged,
     set_aside,
 )
 from moe_serve.controller.settings import JournalLimits
@@ -82,14 +82,13 @@ class Journal:
         """Write down the term that is about to be claimed. Raises JournalFull."""
         await self._call(lambda s: s.state.set_meta(intended_term=str(term)))
 
-    async def open_term(
-        self, term: int, snapshot: Row, *, owner: str, starts: Sequence[float]
-    ) -> None:
+    async def open_term(self, term: int, snapshot: Row, *, owner: str, starts: Starts) -> None:
         """Own the journal under a claimed term. Raises StaleTerm, JournalFull."""
         meta = {
             "owner": owner,
+            "boot": starts.boot,
             "closed": "0",
-            "starts": " ".join(f"{s:.3f}" for s in starts[-STARTS_KEPT:]),
+            "starts": " ".join(f"{s:.3f}" for s in starts.at_s[-STARTS_KEPT:]),
         }
         await self._call(lambda s: s.state.open_term(term, snapshot, meta))
         self._term = term
@@ -97,6 +96,10 @@ class Journal:
     async def note_admin_port(self, port: int) -> None:
         """Remember where the admin port is."""
         await self._call(lambda s: s.state.set_meta(admin_port=str(port)))
+
+    async def note_router_port(self, router: str, port: int) -> None:
+        """Remember where a router listens."""
+        await self._call(lambda s: s.state.set_meta(**{f"{ROUTER_PORT}{router}": str(port)}))
 
     async def mark_closed(self) -> None:
         """The service is ended on purpose: the next start takes only the numbers from here."""
@@ -180,10 +183,7 @@ class Journal:
         try:
             return image_of(state.rows, state.meta(), last_at_s, dropped_tail=state.dropped_tail)
         except (msgspec.DecodeError, ValueError) as error:
-            raise JournalDamaged(
-                f"journal {folder / STATE_FILE} is damaged ({error}); move {STATE_FILE}* away to "
-                "start from what the shards hold"
-            ) from error
+            raise damaged(folder / STATE_FILE, str(error)) from error
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -6,7 +6,7 @@ Responsible for their bytes. Must never open a file. Called by journal, and by w
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -14,6 +14,18 @@ import msgspec
 from placement.engine import EngineSnapshot
 from placement.messages.codec import decode_as, encode
 from placement.messages.effects import Transition
+
+NUMBER_BYTES_MAX = 19
+"""Digits of an epoch or term."""
+NUMBER_MAX = (1 << 63) - 1
+"""Greatest epoch or term: messages hold them in 64 bits."""
+PORT_MAX = 65_535
+ROUTER_PORT = "router_port:"
+"""What the key of a router's port begins with; its name follows."""
+TIME_S_MAX = 1e12
+"""Thirty thousand years."""
+SECONDS_CHARS_MAX = 40
+"""Characters of a time; the error for what is none quotes it."""
 
 
 class RowKind(StrEnum):
@@ -38,6 +50,16 @@ class StateSnapshot(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     engine: EngineSnapshot
     parts: tuple[str, ...]
     epochs_published: int
+
+
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """Newest starts of the controller, each in seconds since the machine was booted: no clock that
+    people set tells how many there were lately. `boot`: names that boot; starts before another one
+    do not count."""
+
+    boot: str = ""
+    at_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +106,14 @@ class JournalImage:
     """What a journal said when it was opened.
 
     intended_term: greatest term its controller meant to claim. owner: machine that wrote it last.
-    closed: the service was ended on purpose, so only numbers count. starts: wall-clock seconds of
-    the newest starts. dropped_tail: its last record was torn and was dropped.
+    closed: the service was ended on purpose, so only numbers count. dropped_tail: its last record
+    was torn and was dropped.
     """
 
     intended_term: int = 0
     owner: str = ""
     closed: bool = False
-    starts: tuple[float, ...] = ()
+    starts: Starts = Starts()
     snapshot: StateSnapshot | None = None
     transitions: tuple[Transition, ...] = ()
     parts: tuple[str, ...] = ()
@@ -101,6 +123,8 @@ class JournalImage:
     dropped_tail: bool = False
     admin_port: int = 0
     """Where the admin port was last, so that clients find it there again."""
+    router_ports: dict[str, int] = field(default_factory=dict)
+    """Where each router was last, by its name."""
 
     @property
     def empty(self) -> bool:
@@ -108,11 +132,37 @@ class JournalImage:
         return self.intended_term == 0 and self.snapshot is None
 
 
+def _number(text: bytes) -> int:
+    number = int(text) if text.isdigit() and len(text) <= NUMBER_BYTES_MAX else -1
+    if not 0 <= number <= NUMBER_MAX:
+        raise ValueError(f"{text[:40]!r} is no epoch, term or port")
+    return number
+
+
+def _port(text: str) -> int:
+    port = _number(text.encode())
+    if port > PORT_MAX:
+        raise ValueError(f"{port} is no port")
+    return port
+
+
+def is_time(at_s: float) -> bool:
+    """Whether a number is a driver time or a wall-clock time: clocks start from it, and beyond
+    TIME_S_MAX a float64 does not tell milliseconds apart."""
+    return -TIME_S_MAX <= at_s <= TIME_S_MAX
+
+
+def _seconds(word: str) -> float:
+    if len(word) > SECONDS_CHARS_MAX:
+        raise ValueError(f"{word[:40]!r} is no time of a start")
+    return float(word)
+
+
 def image_of(
     rows: list[Row], meta: dict[str, str], last_at_s: float, *, dropped_tail: bool
 ) -> JournalImage:
     """What rows in their order, the newest snapshot first of all, say. Raises
-    msgspec.ValidationError where a row is not of its kind."""
+    msgspec.ValidationError or ValueError where a row or setting is not of its kind."""
     snapshot: StateSnapshot | None = None
     transitions: list[Transition] = []
     parts: dict[str, None] = {}
@@ -129,19 +179,27 @@ def image_of(
         elif row.kind is RowKind.PART_GONE:
             parts.pop(row.body.decode(), None)
         else:
-            epoch, epochs = max(epoch, int(row.body)), epochs + 1
-    starts = tuple(float(word) for word in meta.get("starts", "").split())
+            epoch, epochs = max(epoch, _number(row.body)), epochs + 1
+    starts = tuple(_seconds(word) for word in meta.get("starts", "").split())
+    times = [last_at_s, *(row.at_s for row in rows)]
+    if not all(map(is_time, (*starts, *times))):
+        raise ValueError(f"a time does not lie within {TIME_S_MAX:g} s")
     return JournalImage(
-        intended_term=int(meta.get("intended_term", "0")),
+        intended_term=_number(meta.get("intended_term", "0").encode()),
         owner=meta.get("owner", ""),
         closed=meta.get("closed", "0") == "1",
-        starts=starts,
+        starts=Starts(meta.get("boot", ""), starts),
         snapshot=snapshot,
         transitions=tuple(transitions),
         parts=tuple(parts),
         epoch=epoch,
         epochs_published=epochs,
-        last_at_s=max([last_at_s, *(row.at_s for row in rows)]),
+        last_at_s=max(times),
         dropped_tail=dropped_tail,
-        admin_port=int(meta.get("admin_port", "0")),
+        admin_port=_port(meta.get("admin_port", "0")),
+        router_ports={
+            key.removeprefix(ROUTER_PORT): _port(value)
+            for key, value in meta.items()
+            if key.startswith(ROUTER_PORT)
+        },
     )

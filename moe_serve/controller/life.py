@@ -6,14 +6,13 @@ and for ending all of it together. Must never decide. Called by the service.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import structlog
 
 from moe_serve.controller.beginning import Beginning
 from moe_serve.controller.book import Book
-from moe_serve.controller.creation import PartCreator
+from moe_serve.controller.creation import PartCreator, end_parts
 from moe_serve.controller.driver import Driver
 from moe_serve.controller.executor import CommandExecutor
 from moe_serve.controller.fail_points import FailPoints
@@ -71,24 +70,15 @@ class Life:
             ranks=lambda: self.driver.engine.state.ranks,
             ask=self._ask,
             forget=self._forget,
-            ensure=lambda rank: self.creator.replace_shard(rank, -1),
+            # The life that the engine gave up may still be in the table: it is no replacement.
+            ensure=lambda rank: self.creator.replace_shard(
+                rank, self.driver.engine.state.ranks[rank].incarnation
+            ),
         )
         self.publisher = Publisher(
             self.parts, self._tasks, self._post, self._fenced, limits.call_timeout_s
         )
-        self.creator = PartCreator(
-            settings.service_id,
-            fleet,
-            term=self.term,
-            journal=self.journal,
-            clock=self.clock,
-            parts=self.parts,
-            host=self.supervision,
-            tasks=self._tasks,
-            limits=limits,
-            post=self._post,
-            fenced=self._fenced,
-        )
+        self.creator = self._creator()
         self._executor = CommandExecutor(
             self.term,
             config,
@@ -127,6 +117,22 @@ class Life:
             start_s=self.clock.now_s(),
         )
 
+    def _creator(self) -> PartCreator:
+        return PartCreator(
+            self.settings.service_id,
+            self._fleet,
+            term=self.term,
+            journal=self.journal,
+            clock=self.clock,
+            parts=self.parts,
+            host=self.supervision,
+            tasks=self._tasks,
+            limits=self.settings.supervision,
+            post=self._post,
+            fenced=self._fenced,
+            router_ports=self.beginning.router_ports,
+        )
+
     def _polls(self, folder: LoadFolder) -> Polls:
         return Polls(
             self._fleet,
@@ -163,12 +169,14 @@ class Life:
         finally:  # also where whoever stops us is stopped
             await self.journal.close()
 
-    async def end_parts(self) -> list[str]:
+    async def end_parts(self, grace_s: float) -> list[str]:
         """End every part by the journal's list, and what else answers to the service id; the
-        journal is closed for good. Returns the names ended."""
+        journal is closed for good. grace_s: for the calls that routers have open. Returns the names
+        ended."""
         await self._tasks.stop()
-        names = sorted({*self.parts.names, *await self._fleet.part_names()})
-        await asyncio.gather(*(self._fleet.kill(name) for name in names))
+        names = await end_parts(
+            self._fleet, self.settings.service_id, self.parts.names, grace_s=grace_s
+        )
         await self.journal.mark_closed()
         return names
 

@@ -64,8 +64,8 @@ class RouterPart:
     suspects: frozenset[tuple[int, int]] = frozenset()
     """(rank, incarnation) it avoided at its last report."""
     table_order: tuple[int, int] = (0, 0)
-    peers: tuple[str, ...] = ()
-    """Addresses of routers it was last sent."""
+    told: tuple[tuple[str, ...], tuple[int, ...]] = ((), ())
+    """Addresses of routers, and suspected ranks, that it was last sent."""
 
 
 AnyPart = ShardPart | RouterPart
@@ -115,6 +115,10 @@ class PartTable:
     def peers(self) -> tuple[str, ...]:
         """gRPC addresses of all routers, in order of name."""
         return tuple(self.routers[name].info.grpc_address for name in sorted(self.routers))
+
+    def suspects(self) -> tuple[int, ...]:
+        """Ranks whose shard is suspected now, in order."""
+        return tuple(sorted(rank for rank, part in self.shards.items() if part.suspected))
 
 
 def place_of(name: PartName) -> str:

@@ -39,11 +39,15 @@ HUNG_ROUTER_S = 30.0
 """A router whose actor lives but that has not answered for this long is replaced."""
 
 
-class Farewell(Protocol):
-    """Who is told that a part's life is over."""
+class Host(Protocol):
+    """Who acts on what was found out about a part."""
 
     def farewell(self, part: AnyPart) -> None:
         """Its life is over."""
+        ...
+
+    def suspects_changed(self) -> None:
+        """A shard is suspected now, or not any more."""
         ...
 
 
@@ -60,7 +64,7 @@ class Polls:
         clock: DriverClock,
         parts: PartTable,
         folder: LoadFolder,
-        host: Farewell,
+        host: Host,
         post: Callable[[AnyEvent], Awaitable[None]],
         fenced: Callable[[StaleTerm], None],
     ) -> None:
@@ -87,7 +91,7 @@ class Polls:
             except (TimeoutError, MoeServeError) as error:
                 await self._no_answer(part, f"no report: {_words(error)}")
             else:
-                self._shard_reported(part, report)
+                await self._shard_reported(part, report)
             await asyncio.sleep(self._limits.report_s)
 
     async def probe_shard(self, part: ShardPart) -> None:
@@ -106,20 +110,23 @@ class Polls:
                 part.heard_s = self._clock.now_s()
                 await self._clear(part)
 
-    def _shard_reported(self, part: ShardPart, report: ShardReport) -> None:
+    async def _shard_reported(self, part: ShardPart, report: ShardReport) -> None:
         now_s = self._clock.now_s()
         part.heard_s = now_s
         part.report = report
         self._check_term(report.highest_term)
+        if report.stalled_s:
+            await self.suspect(part, f"one batch has been computed for {report.stalled_s:.1f} s")
         for hotness in report.reports:
             part.source = hotness.source
             if self._folder.add_hotness(hotness, now_s):
                 part.progress_s = now_s
 
     def _explained(self, part: ShardPart) -> bool:
-        """Whether a probe without an answer only waits behind work that goes on."""
+        """Whether a probe without an answer only waits behind work that goes on: the shard must
+        say so now, for one that stands still said it last of all."""
         now_s = self._clock.now_s()
-        fresh = now_s - part.heard_s < self._config.rank_silence_s
+        fresh = now_s - part.heard_s < self._limits.call_timeout_s
         working = now_s - part.progress_s < self._config.rank_silence_s
         return part.busy and fresh and working
 
@@ -150,11 +157,13 @@ class Polls:
         """The shard may be gone."""
         if not part.suspected:
             part.suspected = why
+            self._host.suspects_changed()
             await self._post(RankSuspected(at_s=0.0, rank=part.name.rank, reason=why))
 
     async def _clear(self, part: ShardPart) -> None:
         if part.suspected and self._parts.holds(part):
             part.suspected = ""
+            self._host.suspects_changed()
             await self._post(RankCleared(at_s=0.0, rank=part.name.rank))
 
     # ------------------------------------------------------------------------------- routers

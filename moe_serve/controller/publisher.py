@@ -1,8 +1,9 @@
-"""Sends the newest table, and the routers' addresses, to every part until it has it.
+"""Sends the newest table to every part until it has it; routers also get the addresses of all
+routers, and the ranks that are suspected now.
 
 Responsible for each part getting the newest, not each one: a slow part skips tables in between.
-Must never decide what is published. Called by the executor; parts are added by creation and
-adoption.
+Must never decide what is published, nor who is suspected. Called by the executor and by polls;
+parts are added by creation and adoption.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class Publisher:
         """A part left: senders end, peers change."""
         self._changed.ring()
 
+    def suspects_changed(self) -> None:
+        """A shard is suspected now, or not any more: routers are told at once."""
+        self._changed.ring()
+
     async def _serve(self, part: AnyPart) -> None:
         seen = -1
         while self._parts.holds(part):
@@ -68,19 +73,22 @@ class Publisher:
     def _behind(self, part: AnyPart) -> bool:
         if self.newest is None:
             return False
-        if isinstance(part, RouterPart) and part.peers != self._parts.peers():
+        if isinstance(part, RouterPart) and part.told != self._news():
             return True
         return part.table_order < self.newest.order
 
+    def _news(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        return self._parts.peers(), self._parts.suspects()
+
     async def _send(self, part: AnyPart) -> bool:
-        table, peers = self.newest, self._parts.peers()
+        table, news = self.newest, self._news()
         assert table is not None, "nothing to send"
         try:
             async with asyncio.timeout(self._call_timeout_s):
                 if isinstance(part, ShardPart):
                     await part.port.install_table(table)
                 else:
-                    applied = await part.port.install_table(table, peers)
+                    applied = await part.port.install_table(table, *news)
         except StaleTerm as error:
             self._fenced(error)
             return False
@@ -88,7 +96,7 @@ class Publisher:
             return False  # supervision finds out why; the table is sent again
         part.table_order = table.order
         if isinstance(part, RouterPart):
-            part.peers = peers
+            part.told = news
             if applied > part.applied and self._parts.holds(part) and not part.silent:
                 part.applied = applied
                 await self._post(TableApplied(at_s=0.0, router=part.name.place, epoch=applied))

@@ -15,13 +15,20 @@ from typing import Any
 from moe_serve.controller.admin_server import AdminServer
 from moe_serve.controller.beginning import begin
 from moe_serve.controller.book import Book
+from moe_serve.controller.creation import end_parts
 from moe_serve.controller.fail_points import FailPoints, kill_self
 from moe_serve.controller.journal import open_journal
 from moe_serve.controller.life import Life
 from moe_serve.controller.settings import ControllerSettings
 from moe_serve.controller.tasks import Bell
 from moe_serve.controller.views import Sight, placement_view, router_ready
-from moe_serve.errors import MoeServeError, StaleTerm, Unavailable
+from moe_serve.errors import (
+    FailedPrecondition,
+    MoeServeError,
+    StaleTerm,
+    StartRefused,
+    Unavailable,
+)
 from moe_serve.ports import Fleet
 from moe_serve.telemetry import Metrics, NullSink, make_logger
 
@@ -70,6 +77,8 @@ class ControllerService:
         self._bell: Bell | None = None
         self._started_s = 0.0
         self._ended = False
+        self._fault = ""
+        """Why there is no life, "" where there is one or it is not known."""
 
     @property
     def admin_address(self) -> str:
@@ -78,10 +87,13 @@ class ControllerService:
 
     @property
     def life(self) -> Life:
-        """The life of the present term. Raises Unavailable between two."""
-        if self._life is None:
-            raise Unavailable("the controller is starting; ask again")
-        return self._life
+        """The life of the present term. Raises Unavailable between two, FailedPrecondition where it
+        is known why there is none."""
+        if self._life is not None:
+            return self._life
+        if self._fault:
+            raise FailedPrecondition(f"the controller does not start: {self._fault}")
+        raise Unavailable("the controller is starting; ask again")
 
     @property
     def bell(self) -> Bell:
@@ -91,7 +103,7 @@ class ControllerService:
         return self._bell
 
     def sight(self) -> Sight:
-        """What views are built from, now. Raises Unavailable between two lives."""
+        """What views are built from, now. Raises as `life` does."""
         life = self.life
         engine = life.driver.engine
         return Sight(
@@ -113,19 +125,43 @@ class ControllerService:
                 return
             self._bell = Bell()
             life = await self._begin(term_seen=0, counts_as_start=True)
-            if self._serve_admin:
-                admin = AdminServer(self)
-                try:
-                    port = await admin.start(life.beginning.admin_port)
-                    await life.journal.note_admin_port(port)
-                except BaseException:
-                    await admin.stop()
-                    await life.stop()
-                    raise
-                self._admin = admin
-            self._life = life
+            try:
+                await self._open_admin(life.beginning.admin_port)
+                if self._admin is not None:
+                    await life.journal.note_admin_port(self._admin.port)
+                    await self._admin.tell_serving(True)
+            except BaseException:
+                await self._close_admin()
+                await life.stop()
+                raise
+            self._life, self._fault = life, ""
             self._started_s = life.clock.now_s()
             self._keeper = asyncio.create_task(self._keep(life))
+
+    async def show_fault(self, fault: str) -> None:
+        """Say at the admin port why the controller does not start: who asks shall not have to read
+        its log. The next `start` may succeed all the same."""
+        async with self._starting:
+            if self._life is not None or self._ended:
+                return
+            self._fault = fault
+            try:
+                await self._open_admin(0)
+                if self._admin is not None:
+                    await self._admin.tell_serving(False)
+            except StartRefused as error:
+                self._log.warning("the fault cannot be shown", reason=error.message)
+                await self._close_admin()
+
+    async def _open_admin(self, last_port: int) -> None:
+        if self._admin is None and self._serve_admin:
+            self._admin = AdminServer(self)
+            await self._admin.start(last_port)
+
+    async def _close_admin(self) -> None:
+        admin, self._admin = self._admin, None
+        if admin is not None:
+            await admin.stop()
 
     async def stop(self) -> None:
         """End this controller; parts and journal stay as they are."""
@@ -133,15 +169,14 @@ class ControllerService:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        if self._admin is not None:
-            await self._admin.stop()
-            self._admin = None
+        await self._close_admin()
         life, self._life = self._life, None
         if life is not None:
             await life.stop()
 
     async def down(self, grace_s: float = 5.0) -> list[str]:
-        """End every part of the service and close the journal for good. Returns the names ended."""
+        """End every part of the service and close the journal for good. grace_s: for the calls that
+        routers have open. Returns the names ended."""
         # A start under way comes to its end first: it has the journal open.
         async with asyncio.timeout(max(grace_s, 1.0) + 30.0), self._starting:
             if self._keeper is not None:
@@ -149,17 +184,16 @@ class ControllerService:
                 self._keeper.cancel()
                 await asyncio.gather(self._keeper, return_exceptions=True)
             if self._life is None:
-                names = await self._end_parts_without_life()
+                names = await self._end_parts_without_life(grace_s)
             else:
-                names = await self._life.end_parts()
+                names = await self._life.end_parts(grace_s)
         await self.stop()
         return names
 
-    async def _end_parts_without_life(self) -> list[str]:
+    async def _end_parts_without_life(self, grace_s: float) -> list[str]:
         """`Life.end_parts` before the first life, between two, or after the last."""
-        names = sorted(await self._fleet.part_names())
-        await asyncio.gather(*(self._fleet.kill(name) for name in names))
         settings = self.settings
+        names = await end_parts(self._fleet, settings.service_id, (), grace_s=grace_s)
         journal, _image = await open_journal(
             settings.state_dir, settings.service_id, settings.journal
         )
@@ -177,8 +211,8 @@ class ControllerService:
                 "term": 0,
                 "epoch": 0,
                 "ready": False,
-                "state": "starting",
-                "problems": [],
+                "state": "refused" if self._fault else "starting",
+                "problems": [self._fault] if self._fault else [],
                 "parts": [],
                 "router_addresses": [],
                 "restarts": 0,
@@ -262,7 +296,7 @@ class ControllerService:
                 fences = 1 if life.clock.now_s() - began_s > CALM_S else fences + 1
                 self._log.warning("controller was fenced", term=life.term, by_term=error.term)
                 life = await self._begin_again(error.term, fences)
-                self._life = life
+                self._life, self._fault = life, ""
                 self.bell.ring()
             except asyncio.CancelledError:
                 raise
@@ -285,5 +319,6 @@ class ControllerService:
             except StaleTerm as error:
                 term_seen = max(term_seen, error.term)
             except MoeServeError as error:
+                self._fault = error.message
                 self._log.warning("controller could not begin again", reason=error.message)
             pause_s = min(2 * pause_s, FENCED_PAUSE_MAX_S)

@@ -18,7 +18,7 @@ from moe_serve.controller.polls import Polls
 from moe_serve.controller.publisher import Publisher
 from moe_serve.controller.settings import SupervisionLimits
 from moe_serve.controller.tasks import Tasks
-from moe_serve.errors import MoeServeError, ResourceExhausted
+from moe_serve.errors import FailedPrecondition, MoeServeError, ResourceExhausted
 from moe_serve.ports import Fleet
 from placement.engine.state import RankState, RankStatus
 from placement.load import LoadFolder
@@ -87,6 +87,11 @@ class Supervision:
             self._forget(part)
         self.publisher.gone()
 
+    def suspects_changed(self) -> None:
+        """A shard is suspected now, or not any more."""
+        assert self.publisher is not None, "not wired yet"
+        self.publisher.suspects_changed()
+
     async def watch_nodes(self) -> None:
         """Evacuate the ranks of draining nodes; let ranks that have left them hold replicas
         again."""
@@ -115,8 +120,9 @@ class Supervision:
                     await self._drain(rank, part.name.incarnation)
                 elif drained and not wanted:
                     await self.undrain(rank, DrainCause.NODE)
-        except ResourceExhausted:
-            return  # too many operators wait for an answer: the next look asks again
+        except (ResourceExhausted, FailedPrecondition):
+            # Too many operators wait for an answer, or the disk is full: the next look asks again.
+            return
 
     async def _drain(self, rank: int, incarnation: int) -> None:
         # A refusal leaves a record, and is asked again only once the node's state changes.

@@ -17,6 +17,7 @@ from moe_serve.controller.parts import PartTable
 from moe_serve.controller.settings import ControllerSettings
 from moe_serve.rpc import placement_pb2 as pb
 from placement.engine import EngineState
+from placement.engine.stall import stalled
 from placement.engine.state import (
     NEVER_S,
     RankState,
@@ -98,6 +99,7 @@ def placement_view(sight: Sight) -> pb.GetPlacementResponse:
         missing=missing,
         epochs_published=sight.book.epochs_published,
         service_id=settings.service_id,
+        plans_stalled=state.plans_stalled,
     )
 
 
@@ -128,6 +130,8 @@ def _state(state: EngineState, *, degraded: bool) -> str:
 def _problems(sight: Sight, missing: list[int]) -> list[str]:
     state = sight.state
     found = [*sight.problems, *(sight.parts.problems[p] for p in sorted(sight.parts.problems))]
+    if stands_still := stalled(state):
+        found.append(stands_still)
     if missing and state.published:
         layer, expert = divmod(missing[0], sight.settings.spec.num_experts)
         found.append(

@@ -12,8 +12,10 @@ Responsible for this translation only. Must never hold state beside the core and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -71,11 +73,18 @@ def wire_channels(keys: CurveKeys | None) -> ChannelFactory:
 
 
 class RouterActor:
-    """One router in an actor process. Call `start` first."""
+    """One router in an actor process. Call `start` first.
 
-    def __init__(self, settings: RouterSettings, keys: CurveKeys | None = None) -> None:
+    last_port: where its last life listened, taken again where the settings name no port and it is
+    free; 0 = there was none.
+    """
+
+    def __init__(
+        self, settings: RouterSettings, keys: CurveKeys | None = None, last_port: int = 0
+    ) -> None:
         self._settings = settings
         self._keys = keys
+        self._last_port = 0 if settings.port else last_port
         self._core: RouterCore | None = None
         self._server: RouterServer | None = None
         self._figures = RouterFigures(Metrics(RaySink()))
@@ -90,23 +99,39 @@ class RouterActor:
             if self._core is None:
                 for module in (split_kernels, pair_kernels, role_kernels, router_kernels):
                     module.warm()
-                core = RouterCore(self._settings, wire_channels(self._keys))
                 try:
-                    server = RouterServer(core)
-                    await server.start()
+                    self._core, self._server = await self._served()
                 except StartRefused as error:
                     return encode(StartAnswer(fault=error.message))
-                self._core, self._server = core, server
         return encode(StartAnswer(info=self._info()))
+
+    async def _served(self) -> tuple[RouterCore, RouterServer]:
+        """Bound and serving: at the last port where that is free, else at any."""
+        if self._last_port:
+            with contextlib.suppress(StartRefused):
+                return await self._bound(replace(self._settings, port=self._last_port))
+        return await self._bound(self._settings)
+
+    async def _bound(self, settings: RouterSettings) -> tuple[RouterCore, RouterServer]:
+        core = RouterCore(settings, wire_channels(self._keys))
+        try:
+            server = RouterServer(core)
+            await server.start()
+        except BaseException:
+            await core.stop()
+            raise
+        return core, server
 
     async def describe(self) -> bytes:
         """RouterInfo."""
         return encode(self._info())
 
-    async def install_table(self, table: bytes, peers: Sequence[str]) -> bytes:
+    async def install_table(
+        self, table: bytes, peers: Sequence[str], suspects: Sequence[int] = ()
+    ) -> bytes:
         """Use a table if it is newer. Returns InstallAnswer."""
         try:
-            epoch = self._running().install_table(decode_as(table, RoutingTable), peers)
+            epoch = self._running().install_table(decode_as(table, RoutingTable), peers, suspects)
         except StaleTerm as error:
             return encode(InstallAnswer(stale_term=error.term, fault=error.message))
         except MoeServeError as error:
@@ -155,11 +180,15 @@ class RouterRemote:
         """Identity and port. Raises Unavailable."""
         return decode_as(await _call(self._handle.describe.remote()), RouterInfo)
 
-    async def install_table(self, table: RoutingTable, peers: Sequence[str]) -> int:
+    async def install_table(
+        self, table: RoutingTable, peers: Sequence[str], suspects: Sequence[int] = ()
+    ) -> int:
         """Use a table if it is newer; returns the applied epoch. Raises StaleTerm, InvalidArgument,
         Unavailable.
         """
-        reply = await _call(self._handle.install_table.remote(encode(table), list(peers)))
+        reply = await _call(
+            self._handle.install_table.remote(encode(table), list(peers), list(suspects))
+        )
         answer = decode_as(reply, InstallAnswer)
         if answer.stale_term:
             raise StaleTerm(answer.fault, term=answer.stale_term)

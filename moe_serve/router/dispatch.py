@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,6 @@ from moe_serve.errors import (
     MoeServeError,
     StaleTerm,
     Unavailable,
-    WireLost,
 )
 from moe_serve.ports import RouterInfo, RouterReport, SubCall, SubReply
 from moe_serve.router.checks import ForwardInput
@@ -36,17 +35,19 @@ from moe_serve.router.flight import (
     error_of,
     internal,
     ledger_entries,
+    named,
     sub_call_of,
-    well_formed,
 )
 from moe_serve.router.lanes import ChannelFactory, Lanes
 from moe_serve.router.ledger import CombinedLedger
+from moe_serve.router.outcome import CANCELLED, Lost, ask
 from moe_serve.router.permits import Permits
 from moe_serve.router.pulse import Pulse
+from moe_serve.router.second_tries import SecondTries
 from moe_serve.router.settings import RouterSettings
 from moe_serve.router.table_fetch import TableFetch
 from placement.roles.admission import Admission
-from placement.roles.calls import Cause, Contribution
+from placement.roles.calls import Contribution
 from placement.roles.router import RouterRole
 from placement.roles.router_records import (
     PAIR_COUNTERS,
@@ -54,7 +55,6 @@ from placement.roles.router_records import (
     Dispatch,
     Failure,
     PlanJob,
-    Retry,
     Step,
 )
 from placement.routing import RoutingTable
@@ -64,7 +64,7 @@ from placement.topology import NUM_PHASES
 _T = TypeVar("_T")
 SPLIT_BYTES_PER_PAIR = 32
 """Work of the splitter for one pair, in bytes touched: decides whether it runs in a thread."""
-_DEADLINE_SLACK_S = 0.002
+_TICK_S = 0.1
 _KEYS_PER_LIFE = 1 << 40
 
 
@@ -129,6 +129,14 @@ class RouterCore:
             clock,
         )
         self._fetch = TableFetch(self._fetched)
+        self._tries = SecondTries(
+            self.role,
+            self._flights,
+            clock,
+            launch=self._launch,
+            settled=self._fetch.settled,
+            refresh=self._refresh_connections,
+        )
         self._ticker: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="router-rows")
 
@@ -146,6 +154,7 @@ class RouterCore:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
+        self._tries.stop()
         await self._fetch.stop()
         await self._lanes.close()
         self._threads.shutdown(wait=False)
@@ -163,8 +172,14 @@ class RouterCore:
 
     # ------------------------------------------------------------------------- controller's side
 
-    def install_table(self, table: RoutingTable, peers: Sequence[str] | None = None) -> int:
-        """Use a table for new batches if it is newer. Returns the applied epoch.
+    def install_table(
+        self,
+        table: RoutingTable,
+        peers: Sequence[str] | None = None,
+        suspects: Iterable[int] | None = None,
+    ) -> int:
+        """Use a table for new batches if it is newer. Returns the applied epoch. suspects: ranks to
+        use only where nothing else is left, told with the newest table; None = as before.
 
         Raises StaleTerm for a term below one seen, InvalidArgument for a table of another model
         shape.
@@ -183,10 +198,16 @@ class RouterCore:
             )
         if peers is not None:
             self.peers = tuple(peers)
+        newest = self.role.table
+        # Told with an older table they are older news.
+        if suspects is not None and newest is not None and table.order >= newest.order:
+            self.role.told_suspects(suspects)
         if accepted is Acceptance.APPLIED:
             self._lanes.follow(table.ranks)
             if self.on_table is not None:
                 self.on_table()
+        if self._flights:
+            self._tries.start_retries()  # what was held may be served now
         return self.role.applied_epoch
 
     def describe(self, grpc_address: str, pid: int) -> RouterInfo:
@@ -226,6 +247,7 @@ class RouterCore:
         counters |= self.pulse.counters()
         counters["demand_pairs"] = float(self.demand.total_pairs)
         counters["dropped_replies"] = float(self.role.dropped_replies)
+        counters["ejections"] = float(self.role.ejections)
         return counters | self._permits.counters()
 
     # ------------------------------------------------------------------------------- a request
@@ -243,12 +265,12 @@ class RouterCore:
             permit = await self._permits.take(rows, began_s + timeout_s)
         try:
             output = await self._forward(request, began_s + timeout_s)
-        except MoeServeError:
+        except MoeServeError as error:
             self.pulse.add("failed")
-            raise
+            raise named(error, request.request_id) from error.__cause__
         except Exception as error:
             self.pulse.add("failed")
-            raise internal(error) from error
+            raise named(internal(error), request.request_id) from error
         finally:
             self._permits.give_back(permit)
         self.pulse.served(rows, self._clock() - began_s)
@@ -317,77 +339,47 @@ class RouterCore:
         for dispatch in self.role.commit(job, parts, self._clock()):
             flight.unsettled[dispatch.sub_id] = dispatch
             flight.spawn(partial(self._deliver, flight, dispatch))
+        self._tries.arm()
 
     async def _deliver(self, flight: Flight, dispatch: Dispatch) -> None:
         """Send one sub-call and tell the role how it ended, whatever happens."""
-        lane = self._lanes.use(dispatch.part.rank, dispatch.incarnation)
-        reply: SubReply | None = None
-        fault = False
+        rank, incarnation = dispatch.part.rank, dispatch.incarnation
+        lane = self._lanes.use(rank, incarnation)
+        ended: SubReply | Lost = CANCELLED
         try:
             if lane is not None:
-                sub_call = await self._sub_call(flight, dispatch)
-                reply = await lane.channel.forward(sub_call)
-                if not well_formed(reply, sub_call):
-                    self.pulse.add("malformed_replies")
-                    reply, fault = None, True
-        except WireLost:
-            # Running out of the caller's own time says nothing about the shard.
-            fault = self._clock() < flight.deadline_at_s - _DEADLINE_SLACK_S
-        except MoeServeError as error:
-            flight.fail(error)
+                ended = await ask(lane, await self._sub_call(flight, dispatch))
         finally:
             if lane is not None:
                 self._lanes.leave(lane)
-            step = self._settle(flight, dispatch, reply, fault)
-        if lane is not None and reply is not None and self.role.behind(reply.term, reply.epoch):
+                if lane.broken and not lane.channel.connected:
+                    # Also a connection that was never made: its calls wait until it is.
+                    self.role.connection(rank, incarnation, lane.why_broken)
+            step = self._settle(flight, dispatch, ended)
+        if isinstance(ended, Lost):
+            if ended.malformed:
+                self.pulse.add("malformed_replies")
+            if ended.error is not None:
+                flight.fail(ended.error)
+        elif lane is not None and self.role.behind(ended.term, ended.epoch):
             self._fetch.begin(lane.channel)
-        self._apply(step)
+        self._tries.apply(step)
 
-    def _settle(
-        self, flight: Flight, dispatch: Dispatch, reply: SubReply | None, fault: bool
-    ) -> Step:
+    def _settle(self, flight: Flight, dispatch: Dispatch, ended: SubReply | Lost) -> Step:
         del flight.unsettled[dispatch.sub_id]
         at_s = self._clock()
-        if reply is None:
-            return self.role.lost(dispatch.sub_id, fault=fault, at_s=at_s)
+        if isinstance(ended, Lost):
+            return self.role.lost(dispatch.sub_id, fault=ended.fault, at_s=at_s, why=ended.why)
         return self.role.answered(
             dispatch.sub_id,
-            reply.row_status,
-            reply.partial,
-            backlog_s=reply.backlog_s,
-            backlog_seq=reply.backlog_seq,
-            compute_s=reply.compute_s,
+            ended.row_status,
+            ended.partial,
+            backlog_s=ended.backlog_s,
+            backlog_seq=ended.backlog_seq,
+            compute_s=ended.compute_s,
             at_s=at_s,
+            queue_s=ended.queue_s,
         )
-
-    def _apply(self, step: Step) -> None:
-        flight = self._flights.get(step.request_key)
-        if flight is not None:
-            if step.failure is not None:
-                flight.fail(error_of(step.failure))
-            elif step.finished:
-                flight.finish()
-        self._start_retries()
-
-    def _start_retries(self) -> None:
-        for retry in self.role.take_retries():
-            flight = self._flights.get(retry.request_key)
-            if flight is not None:
-                flight.spawn(partial(self._retry, flight, retry))
-
-    async def _retry(self, flight: Flight, retry: Retry) -> None:
-        await self._fetch.settled()
-        if retry.wait_s > 0:
-            await asyncio.sleep(retry.wait_s)
-        await self._cover(flight, retry.call_id, Cause.RETRY)
-
-    async def _cover(self, flight: Flight, call_id: int, cause: Cause) -> None:
-        self._refresh_connections()
-        job = self.role.plan_cover(call_id, cause, self._clock())
-        if isinstance(job, Failure):
-            flight.fail(error_of(job))
-        elif job is not None:
-            await self._launch(flight, job)
 
     async def _end(self, flight: Flight) -> tuple[Contribution, ...]:
         """Close the request and end its tasks: each tells the role that its sub-call is over."""
@@ -396,8 +388,9 @@ class RouterCore:
         await flight.end_tasks()
         # A task that was cancelled before its first step has told nobody.
         for dispatch in list(flight.unsettled.values()):
-            self._settle(flight, dispatch, None, fault=False)
-        self._start_retries()
+            self._settle(flight, dispatch, CANCELLED)
+        if self.role.waiting:
+            self._tries.start_retries()
         return added
 
     async def _combine(self, flight: Flight, added: tuple[Contribution, ...]) -> ForwardOutput:
@@ -432,19 +425,17 @@ class RouterCore:
         self.pulse.add("disconnects")
         self.role.connection(rank, incarnation, reason)
 
-    def _refresh_connections(self) -> None:
-        for rank, incarnation in self._lanes.take_recovered():
+    def _refresh_connections(self) -> bool:
+        """Tell the role of connections that are back; whether there are any."""
+        recovered = self._lanes.take_recovered()
+        for rank, incarnation in recovered:
             self.role.connection(rank, incarnation, "")
+        return bool(recovered)
 
     async def _tick(self) -> None:
-        after_s = self.settings.rules.hedge_after_s
-        pause_s = 0.1 if after_s is None else min(0.1, max(0.002, after_s / 4))
         while True:
-            due_s = self._clock() + pause_s
-            await asyncio.sleep(pause_s)
+            due_s = self._clock() + _TICK_S
+            await asyncio.sleep(_TICK_S)
             self.pulse.lagged(max(0.0, self._clock() - due_s))
-            self._refresh_connections()
-            for call_id, key in self.role.hedges_due(self._clock()):
-                flight = self._flights.get(key)
-                if flight is not None:
-                    flight.spawn(partial(self._cover, flight, call_id, Cause.HEDGE))
+            if self._refresh_connections():
+                self._tries.start_retries()

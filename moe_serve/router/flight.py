@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.errors import MoeServeError, Unavailable
+from moe_serve.errors import MoeServeError, ResourceExhausted, Unavailable
 from moe_serve.ports import SubCall, SubReply
 from moe_serve.router.checks import ForwardInput
 from moe_serve.router.ledger import CombinedEntry, Entry, RequestEntry
 from moe_serve.rpc.codec import pack_bits
 from placement.roles.calls import Contribution
 from placement.roles.router_records import Dispatch, Failure, FailureKind
+
+BUSY_RETRY_S = 0.05
+"""Wait that a caller is told where every shard that could serve it is busy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +104,7 @@ def sub_call_of(flight: Flight, dispatch: Dispatch, router: str, rows: npt.NDArr
         pair_gate=request.gates[part.row_id[part.pair_row], part.pair_k],
         pair_k=part.pair_k,
         pair_expert=part.pair_expert,
+        request_id=request.request_id,
     )
 
 
@@ -129,10 +133,20 @@ def internal(error: Exception) -> MoeServeError:
     return found
 
 
+def named(error: MoeServeError, request_id: str) -> MoeServeError:
+    """The error, telling which request it ended; for a request without an id as it is."""
+    if request_id and request_id not in error.message:
+        error.message = f"{error.message} [request {request_id}]"
+        error.args = (error.message,)
+    return error
+
+
 def error_of(failure: Failure) -> MoeServeError:
     """Typed error of a request that the rules gave up."""
     if failure.kind is FailureKind.NO_TABLE:
         return Unavailable("the router has no routing table yet; retry, or use another router")
+    if failure.kind is FailureKind.BUSY:
+        return ResourceExhausted(f"{failure.detail}; wait", retry_after_s=BUSY_RETRY_S)
     return Unavailable(f"{failure.detail}; retry later")
 
 

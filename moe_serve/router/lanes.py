@@ -33,6 +33,7 @@ class Lane:
     users: int = 0
     retired: bool = False
     broken: bool = False
+    why_broken: str = "not connected"
 
 
 class Lanes:
@@ -98,7 +99,7 @@ class Lanes:
     def _lost(self, address: RankAddress, reason: str) -> None:
         lane = self._lanes.get((address.rank, address.incarnation))
         if lane is not None:
-            lane.broken = True
+            lane.broken, lane.why_broken = True, reason
             self._on_disconnect(address.rank, address.incarnation, reason)
 
     def _close(self, key: tuple[int, int]) -> None:

@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
 from moe_serve.errors import FieldViolation, InvalidArgument, MoeServeError, StartRefused
 from moe_serve.ports import DType
-from moe_serve.router.checks import check_forward, check_model
+from moe_serve.router.checks import REQUEST_ID_CHARS_MAX, check_forward, check_model
 from moe_serve.router.dispatch import ForwardOutput, RouterCore
 from moe_serve.router.settings import RouterSettings
 from moe_serve.rpc import API_VERSION, codec, dispatch_pb2, dispatch_pb2_grpc
@@ -31,8 +31,10 @@ from moe_serve.rpc.auth import AuthInterceptor, TokenChecker, TokenFile
 from moe_serve.rpc.options import server_credentials, server_options
 from moe_serve.rpc.status import abort, to_item_error
 from moe_serve.rpc.undecodable import DecodeInterceptor
-from moe_serve.telemetry import make_logger
+from moe_serve.telemetry import AuditLog, make_logger
 
+FAILURE_LOG_S = 0.1
+"""Time between two lines on requests that no shard could serve: in a storm all would be alike."""
 SERVICE_NAME = dispatch_pb2.DESCRIPTOR.services_by_name["DispatchService"].full_name
 
 
@@ -44,6 +46,8 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         self._settings = core.settings
         self._own_address = own_address
         self._log = make_logger(part=core.settings.router, incarnation=core.settings.incarnation)
+        self._quiet_until_s = 0.0
+        self._unlogged = 0
 
     async def GetModelSpec(
         self, request: dispatch_pb2.GetModelSpecRequest, context: Any
@@ -134,13 +138,28 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         return _response(output, checked.dtype)
 
     def _note(self, error: MoeServeError, request: dispatch_pb2.ForwardRequest) -> None:
-        # Only what went wrong inside: a caller's fault is told to the caller.
+        # A caller's fault is told to the caller alone, and so is a full queue.
+        request_id = request.request_id[:REQUEST_ID_CHARS_MAX]
         if error.code == "INTERNAL":
             self._log.error(
                 "request failed",
+                request_id=request_id,
                 layer=request.layer,
                 cause=repr(error.__cause__ or error),
             )
+        elif error.code == "UNAVAILABLE":
+            now_s = asyncio.get_running_loop().time()
+            if now_s < self._quiet_until_s:
+                self._unlogged += 1
+                return
+            self._log.warning(
+                "request failed",
+                request_id=request_id,
+                layer=request.layer,
+                cause=error.message,
+                more_before=self._unlogged,
+            )
+            self._quiet_until_s, self._unlogged = now_s + FAILURE_LOG_S, 0
 
 
 class _Stream:
@@ -207,7 +226,8 @@ class RouterServer:
         settings = core.settings
         if checker is None and settings.token_file is not None:
             checker = TokenFile(settings.token_file)
-        tokens = [] if checker is None else [AuthInterceptor(checker)]
+        audit = AuditLog(part=settings.router)
+        tokens = [] if checker is None else [AuthInterceptor(checker, audit=audit)]
         self._core = core
         self._server = grpc.aio.server(
             interceptors=[*tokens, DecodeInterceptor()],

@@ -27,6 +27,7 @@ import structlog
 
 from moe_serve.errors import MoeServeError, PermissionDenied, StartRefused, Unauthenticated
 from moe_serve.rpc import dispatch_pb2, placement_pb2
+from moe_serve.rpc.audit import AuditLine, AuditSink, authorization_of, caller
 from moe_serve.rpc.status import abort
 
 TOKENS_PER_ROLE_MAX = 2
@@ -142,9 +143,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-i
     Methods that `needed` does not name (health Watch, reflection) take any live token.
     """
 
-    def __init__(self, checker: TokenChecker, needed: Mapping[str, Role] | None = None) -> None:
+    def __init__(
+        self,
+        checker: TokenChecker,
+        needed: Mapping[str, Role] | None = None,
+        audit: AuditSink | None = None,
+    ) -> None:
         self._checker = checker
         self._needed = method_roles() if needed is None else dict(needed)
+        self._audit = audit
 
     async def intercept_service(
         self,
@@ -155,10 +162,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-i
         method = handler_call_details.method
         if method == _HEALTH_CHECK:
             return await continuation(handler_call_details)
+        authorization = authorization_of(handler_call_details.invocation_metadata)
         try:
-            self._admit(method, _authorization(handler_call_details.invocation_metadata))
+            self._admit(method, authorization)
         except MoeServeError as error:
-            return _refusing(error)
+            return self._refusing(error, method, caller(authorization))
         return await continuation(handler_call_details)
 
     def _admit(self, method: str, authorization: str | None) -> None:
@@ -167,22 +175,16 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-i
         if needed is not None and needed not in granted:
             raise PermissionDenied(f"{method} needs a token of role {needed}")
 
+    def _refusing(self, error: MoeServeError, method: str, who: str) -> Any:
+        async def refuse(_requests: Any, context: Any) -> NoReturn:
+            if self._audit is not None:
+                self._audit.refuse(AuditLine(who, context.peer(), method, error.code))
+            await abort(context, error)
+            raise AssertionError("abort always raises")
 
-def _refusing(error: MoeServeError) -> Any:
-    async def refuse(_requests: Any, context: Any) -> NoReturn:
-        await abort(context, error)
-        raise AssertionError("abort always raises")
-
-    # Stream to stream fits every kind of method: nothing is read and nothing but the status is
-    # written.
-    return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _authorization(metadata: Any) -> str | None:
-    for key, value in metadata or ():
-        if key == "authorization":
-            return value if isinstance(value, str) else None
-    return None
+        # Stream to stream fits every kind of method: nothing is read and nothing but the status is
+        # written.
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _stamp(info: os.stat_result) -> tuple[int, int, int, int]:

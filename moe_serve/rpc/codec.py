@@ -38,6 +38,8 @@ _NUMPY: dict[int, np.dtype[Any]] = {
     INT32: np.dtype("<i4"),
 }
 _AXES_MAX = 8
+_SPAN_MAX = 1 << 40
+"""Product of the lengths of all axes that are not empty."""
 Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
 
@@ -122,6 +124,11 @@ def tensor_fault(
         )
     if any(n < 0 for n in shape):
         return FieldViolation(f"{field}.shape", f"must not be negative, got {list(shape)}")
+    if 0 in shape and math.prod(n or 1 for n in shape) > _SPAN_MAX:
+        # Without elements it has the bytes it declares, none, and still no array can have it.
+        return FieldViolation(
+            f"{field}.shape", f"{list(shape)} spans more than {_SPAN_MAX} elements; send fewer rows"
+        )
     wanted = math.prod(shape) * numpy_type(message.data_type).itemsize
     if wanted != raw_bytes:
         kind = type_names([message.data_type])

@@ -9,10 +9,13 @@ client of the service.
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any, Protocol
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from moe_serve.errors import (
@@ -51,6 +54,8 @@ _BY_CODE: dict[str, type[MoeServeError]] = {
 }
 _NUMBERS: dict[str, int] = {name: int(number) for name, number in code_pb2.Code.items()}
 _NAMES: dict[int, str] = {number: name for name, number in _NUMBERS.items()}
+_NUMBER = re.compile("[0-9]{1,19}")
+"""A term as it is written into the details."""
 
 
 class Abortable(Protocol):
@@ -99,17 +104,21 @@ def from_status(status: status_pb2.Status) -> MoeServeError:
     bad = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
     for detail in status.details:
-        if detail.Is(bad.DESCRIPTOR):
-            detail.Unpack(bad)
-            violations = tuple(FieldViolation(v.field, v.description) for v in bad.field_violations)
-        elif detail.Is(retry.DESCRIPTOR):
-            detail.Unpack(retry)
-            wait_s = retry.retry_delay.ToNanoseconds() / 1e9
-        elif detail.Is(info.DESCRIPTOR):
-            detail.Unpack(info)
+        try:
+            if detail.Unpack(bad):
+                violations = tuple(
+                    FieldViolation(v.field, v.description) for v in bad.field_violations
+                )
+            elif detail.Unpack(retry):
+                wait_s = _positive(retry.retry_delay.ToNanoseconds() / 1e9)
+            else:
+                detail.Unpack(info)
+        except DecodeError:
+            continue  # a detail from elsewhere: code and message say what is wrong without it
     name = _NAMES.get(status.code, "UNKNOWN")
-    if info.reason == StaleTerm.__name__ and info.metadata["term"].isdecimal():
-        return StaleTerm(status.message, term=int(info.metadata["term"]))
+    term = info.metadata["term"]
+    if info.reason == StaleTerm.__name__ and _NUMBER.fullmatch(term):
+        return StaleTerm(status.message, term=int(term))
     if info.reason == WireLost.__name__:
         return WireLost(status.message, violations=violations)
     return _build(name, status.message, violations, wait_s)
@@ -135,7 +144,10 @@ def from_rpc_error(error: grpc.RpcError) -> MoeServeError:
     trailing = getattr(error, "trailing_metadata", None)
     for key, value in (trailing() if callable(trailing) else None) or ():
         if key == DETAILS_KEY and isinstance(value, bytes):
-            status = status_pb2.Status.FromString(value)
+            try:
+                status = status_pb2.Status.FromString(value)
+            except DecodeError:
+                break  # not ours: the code and text of the call itself are left
             if _NAMES.get(status.code) == code:
                 return from_status(status)
     return _build(code, text, (), None)
@@ -157,13 +169,18 @@ def to_item_error(error: MoeServeError) -> dispatch_pb2.ItemError:
 def from_item_error(item: dispatch_pb2.ItemError) -> MoeServeError:
     """The typed error of one item of a stream."""
     violations = tuple(FieldViolation(f.field, f.description) for f in item.fields)
-    wait_s = item.retry_after_s if item.retry_after_s > 0 else None
+    wait_s = _positive(item.retry_after_s)
     return _build(_NAMES.get(item.code, "UNKNOWN"), item.message, violations, wait_s)
 
 
 def retry_after_s(error: MoeServeError) -> float | None:
     """Seconds after which a retry may succeed, None where the error does not say."""
     return error.retry_after_s if isinstance(error, ResourceExhausted) else None
+
+
+def _positive(wait_s: float) -> float | None:
+    """A wait that may be slept; None for any other number a peer may send."""
+    return wait_s if 0 < wait_s < math.inf else None
 
 
 def _build(

@@ -7,13 +7,14 @@ need a real shard in their process.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from moe_serve.errors import DeadlineExceeded, Unavailable
-from moe_serve.ports import ShardAnswer, ShardCommand, ShardInfo, ShardReport
+from moe_serve.ports import ShardAnswer, ShardCommand, ShardInfo, ShardMemory, ShardReport
 from moe_serve.shard.commands import ShardCommands
 from moe_serve.shard.compute.base import ComputeBackend
 from moe_serve.shard.compute.build import build_backend
@@ -21,12 +22,17 @@ from moe_serve.shard.copy_job import CopySources
 from moe_serve.shard.copy_server import CopyServer
 from moe_serve.shard.core import ShardCore
 from moe_serve.shard.executed import LedgerEntry
+from moe_serve.shard.faults import NO_FAULTS, FaultPoints, Faults, FaultyBackend
+from moe_serve.shard.pages import process_resident_bytes
 from moe_serve.shard.served_model import CheckpointSource, ExpertSource, ServedModel, served_model
 from moe_serve.shard.server import ShardServer
 from moe_serve.shard.settings import ShardSettings
 from moe_serve.shard.slot_pool import SlotPool
+from moe_serve.shard.watch import Watch
 from moe_serve.shard.work_queue import QueueLimits
 from moe_serve.weights.checkpoint import Checkpoint
+from moe_serve.weights.errors import WeightsError
+from moe_serve.weights.host_cache import HostCache
 from moe_serve.weights.manifest_cache import load_or_build
 from moe_serve.wire.copy_client import CopyClient
 from moe_serve.wire.frame import CHUNK_BYTES_MAX
@@ -35,6 +41,8 @@ from moe_serve.wire.server import WireServer
 from moe_serve.wire.token_bucket import TokenBucket
 from placement.roles.shard import ShardSlots
 from placement.routing import RankAddress, RoutingTable
+
+_log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 30.0
 """Longest time a caller of `probe` is kept; liveness has its own, shorter deadline outside."""
@@ -52,6 +60,8 @@ class Shard:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
+        self.faults = Faults()
+        """What a test orders; nothing in production."""
         self.pool = SlotPool(
             num_slots=settings.num_slots,
             canonical_bytes=model.expert.canonical_bytes,
@@ -78,8 +88,12 @@ class Shard:
         self._peers = CopyClient(
             self._bucket(), keys=settings.client_keys, options=settings.wire, clock=clock
         )
+        self._cache = _open_cache(settings)
         self._commands = ShardCommands(
-            self.core, self.pool, CopySources(experts, self._peers), faults=settings.faults
+            self.core,
+            self.pool,
+            CopySources(experts, self._peers, self._cache, settings.node),
+            faults=self.faults,
         )
         self.copies = CopyServer(self.core, self.pool, self._bucket())
         server = ShardServer(self.core, self.copies)
@@ -90,6 +104,9 @@ class Shard:
             options=settings.wire,
             security=self._security(),
         )
+        self._watch = Watch(self.core, self.wire)
+        if settings.faults != NO_FAULTS:
+            self.order_faults(settings.faults)
         self._address: RankAddress | None = None
 
     def start(self) -> RankAddress:
@@ -99,6 +116,7 @@ class Shard:
         self.core.start()
         self.copies.start()
         self.wire.start()
+        self._watch.start()
         self._address = RankAddress(
             rank=settings.rank,
             node=settings.node,
@@ -110,8 +128,10 @@ class Shard:
 
     def stop(self) -> None:
         """End copies, wire and compute, in this order. Idempotent."""
+        self.faults.release()
         self._commands.abort_all()
         self.wire.stop()
+        self._watch.stop()
         self.copies.stop()
         self.core.stop()
         self._peers.close()
@@ -121,6 +141,12 @@ class Shard:
         """How to reach the shard, once started."""
         assert self._address is not None, "start comes first"
         return self._address
+
+    def order_faults(self, points: FaultPoints) -> None:
+        """For tests: from now on these faults and no others."""
+        self.faults.points = points
+        if not isinstance(self.core.backend, FaultyBackend):
+            self.core.use_backend(FaultyBackend(self.core.backend, self.faults))
 
     def describe(self) -> ShardInfo:
         """Identity, inventory, budgets."""
@@ -165,6 +191,7 @@ class Shard:
                 self._slots.ledger.reserved_bytes,
             )
             term, epoch = self._slots.highest_term, self._slots.highest_epoch
+        stalled_s = core.stalled_s
         return ShardReport(
             rank=self.settings.rank,
             incarnation=self.settings.incarnation,
@@ -175,13 +202,40 @@ class Shard:
             budget_bytes=self.pool.budget_bytes,
             highest_term=term,
             highest_epoch=epoch,
-            busy=core.busy,
-            counters={
-                **core.counters(),
-                "copied_out_bytes": float(self.copies.sent_bytes),
-                "malformed_messages": float(self.wire.malformed),
-                "dropped_answers": float(self.wire.dropped_answers),
-            },
+            busy=core.busy and not stalled_s,
+            counters={**core.counters(), **self._counters()},
+            stalled_s=stalled_s,
+            memory=self._memory(),
+            copies=self._commands.progress(),
+        )
+
+    def _counters(self) -> dict[str, float]:
+        """Totals since start of the parts beside the core; hung_reads are those of now."""
+        cache = {} if self._cache is None else self._cache.counts
+        sources = self._commands.copies_by_source
+        return {
+            "copied_out_bytes": float(self.copies.sent_bytes),
+            "malformed_messages": float(self.wire.malformed),
+            "dropped_answers": float(self.wire.dropped_answers),
+            "replaced_wire_threads": float(self.wire.replaced_threads),
+            "hung_reads": float(self._commands.hung_reads),
+            "copies_from_ranks": float(
+                sum(n for source, n in tuple(sources.items()) if source.startswith("rank"))
+            ),
+            "copies_from_host_cache": float(sources["host cache"]),
+            "copies_from_checkpoint": float(sources["checkpoint"]),
+            **{f"host_cache_{name}": float(total) for name, total in cache.items()},
+        }
+
+    def _memory(self) -> ShardMemory:
+        pool = self.pool.figures()
+        return ShardMemory(
+            slab_bytes=pool.slab_bytes,
+            free_bytes=pool.free_bytes,
+            largest_free_run_bytes=pool.largest_free_run_bytes,
+            loaded_bytes=self.core.backend.loaded_bytes,
+            process_bytes=process_resident_bytes(),
+            host_cache_bytes=0 if self._cache is None else self._cache.seen_bytes,
         )
 
     def probe(self) -> float:
@@ -189,6 +243,9 @@ class Shard:
         router could reach the queue any more), DeadlineExceeded, ResourceExhausted."""
         if self._address is not None and not self.wire.alive:
             raise Unavailable("the wire thread has ended: no router reaches this shard")
+        stalled_s = self.core.stalled_s
+        if stalled_s:
+            raise Unavailable(f"stalled: computing for {stalled_s:.1f} s")
         probed = self.core.probe()
         try:
             return probed.result(PROBE_TIMEOUT_S)
@@ -211,6 +268,17 @@ class Shard:
         if self._keys is None or client is None:
             return None
         return ServerSecurity(self._keys, frozenset({client.public}))
+
+
+def _open_cache(settings: ShardSettings) -> HostCache | None:
+    """The node's cache. A shard serves without one as well."""
+    if not settings.host_cache_bytes:
+        return None
+    try:
+        return HostCache(settings.host_cache_dir, settings.host_cache_bytes)
+    except (OSError, WeightsError) as error:
+        _log.warning("rank %d serves without a host cache: %s", settings.rank, error)
+        return None
 
 
 def _queue_limits(settings: ShardSettings) -> QueueLimits:

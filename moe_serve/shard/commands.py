@@ -12,6 +12,7 @@ in one step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -23,12 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_serve.errors import DeadlineExceeded
-from moe_serve.ports import ShardAnswer, ShardCommand
+from moe_serve.ports import RunningCopy, ShardAnswer, ShardCommand
 from moe_serve.shard.copy_job import CopyJob, CopyOutcome, CopySources
 from moe_serve.shard.core import ShardCore
-from moe_serve.shard.faults import FaultPoints
+from moe_serve.shard.faults import Faults
 from moe_serve.shard.probe_row import probe_input, probe_problem
-from moe_serve.shard.slot_pool import SlotPool
+from moe_serve.shard.slot_pool import BudgetExceeded, SlotPool
 from moe_serve.weights.canonical import canonical_digest
 from placement.messages.effects import (
     AbortAdd,
@@ -46,6 +47,12 @@ PIN_WAIT_S = 2.0
 StepFailed(timeout) and is sent again."""
 COPY_GRACE_S = 5.0
 """Time beyond its own deadline that a copy gets to notice it."""
+GIVE_UP_AFTER_S = 0.5
+"""Time in which a copy that is told to stop usually does; one that hangs in a read is then given
+up."""
+HUNG_READS_MAX = 4
+"""Copies given up whose threads still hang in a read: with so many the checkpoint is asked for
+nothing more."""
 ROW_WAIT_S = 30.0
 """Longest wait of a proof for its probe row, which queues behind batches."""
 
@@ -59,7 +66,7 @@ class ShardCommands:
         pool: SlotPool,
         sources: CopySources,
         *,
-        faults: FaultPoints | None = None,
+        faults: Faults | None = None,
         pin_wait_s: float = PIN_WAIT_S,
         row_wait_s: float = ROW_WAIT_S,
     ) -> None:
@@ -67,11 +74,15 @@ class ShardCommands:
         self._slots = core.slots
         self._pool = pool
         self._sources = sources
-        self._faults = faults or FaultPoints()
+        self._faults = faults or Faults()
         self._pin_wait_s = pin_wait_s
         self._row_wait_s = row_wait_s
         self._jobs: dict[int, CopyJob] = {}
         """Running copies by slot. This and the rest is guarded by the core's lock."""
+        self._hung: list[CopyJob] = []
+        """Copies given up whose threads may still hang."""
+        self.copies_by_source: Counter[str] = Counter()
+        """Copies that succeeded, by where their bytes came from."""
         self._loaded: set[int] = set()
         """Slots that the backend holds."""
         self._leaving: set[int] = set()
@@ -90,23 +101,40 @@ class ShardCommands:
         ResourceExhausted."""
         self._core.accept_term(term)
         point = _FAULT_OF.get(type(command), "")
-        if point in self._faults.fail:
+        if self._faults.fails(point):
             assert not isinstance(command, SetRankSlots), "no fault point for it"
             return self._failed(command.step_id, "io", "ordered by a fault point")
+        try:
+            answer = self._carry_out(command)
+        except MemoryError as error:
+            step_id = -1 if isinstance(command, SetRankSlots) else command.step_id
+            answer = self._failed(step_id, "over_budget", f"no memory for the command: {error}")
+        return msgspec.structs.replace(answer, at_s=self._core.clock())
+
+    def _carry_out(self, command: ShardCommand) -> Answer:
         match command:
             case ReserveSlot():
-                answer = self._reserve(command)
+                return self._reserve(command)
             case CopyExpert():
-                answer = self._copy(command)
+                return self._copy(command)
             case VerifyExpert():
-                answer = self._verify(command)
-            case AbortAdd():
-                answer = self._leave(command)
-            case ReleaseSlot():
-                answer = self._leave(command)
+                return self._verify(command)
+            case AbortAdd() | ReleaseSlot():
+                return self._leave(command)
             case SetRankSlots():
-                answer = self._set_slots(command)
-        return msgspec.structs.replace(answer, at_s=self._core.clock())
+                return self._set_slots(command)
+
+    def progress(self) -> tuple[RunningCopy, ...]:
+        """How far each running copy is, by slot."""
+        with self._core.lock:
+            return tuple(job.progress() for _slot, job in sorted(self._jobs.items()))
+
+    @property
+    def hung_reads(self) -> int:
+        """Copies given up whose threads still hang in a read."""
+        with self._core.lock:
+            self._hung = [job for job in self._hung if job.alive]
+            return len(self._hung)
 
     def abort_all(self) -> None:
         """Tell every running copy to stop and wait for it, for a shard that ends."""
@@ -115,7 +143,7 @@ class ShardCommands:
         for job in jobs:
             job.abort()
         for job in jobs:
-            job.join(COPY_GRACE_S)
+            self._stop_copy(job)
 
     def _reserve(self, command: ReserveSlot) -> Answer:
         model = self._core.model
@@ -125,26 +153,42 @@ class ShardCommands:
             )
         pool = self._pool
         with self._core.lock:
-            missing = pool.resident_bytes + pool.slot_bytes - pool.budget_bytes
-            if missing > 0 and not pool.holds(command.slot):
-                return self._failed(
-                    command.step_id, "over_budget", f"{missing} bytes of the rank's budget missing"
-                )
+            claimed = 0 <= command.slot < pool.num_slots and not pool.holds(command.slot)
+            if claimed:
+                # The bytes count against the budget from here on, before the first one is copied,
+                # and before the role gives a tag: what fails here has changed nothing.
+                problem = self._claim(command.slot)
+                if problem:
+                    return self._failed(command.step_id, "over_budget", problem)
             answer = self._slots.reserve(command)
-            if isinstance(answer, SlotReserved) and not pool.holds(command.slot):
-                # The bytes count against the budget from here on, before the first one is copied.
-                pool.acquire(command.slot)
+            if claimed and isinstance(answer, SlotReserved):
                 self._core.keys[command.slot] = model.key(command.layer, command.expert)
+            elif claimed:
+                pool.release(command.slot)
         return answer
+
+    def _claim(self, slot: int) -> str:
+        """Take a slot's memory; why that is not possible, "" where it was."""
+        try:
+            self._faults.out_of_memory("oom-reserve")
+            self._pool.acquire(slot)
+        except BudgetExceeded as error:
+            return (
+                f"{error.missing_bytes} bytes of the rank's budget missing "
+                f"({error.resident_bytes} of {error.budget_bytes} are taken)"
+            )
+        except MemoryError as error:
+            return f"no memory for a slot of {self._pool.slot_bytes} bytes: {error}"
+        return ""
 
     def _copy(self, command: CopyExpert) -> Answer:
         with self._core.lock:
             begun = self._slots.begin_copy(command)
             if not isinstance(begun, Start):
                 return begun
+            answers = self._expect(command.step_id)
             if begun.work is Work.COPY:
                 self._start_copy(command)
-            answers = self._expect(command.step_id)
         answer = self._wait(command.step_id, answers, command.timeout_s + COPY_GRACE_S)
         if isinstance(answer, AddAborted):
             # The abort has its own answer; this one is to the copy.
@@ -154,17 +198,21 @@ class ShardCommands:
     def _start_copy(self, command: CopyExpert) -> None:
         def ended(outcome: CopyOutcome) -> None:
             with self._core.lock:
-                del self._jobs[command.slot]
+                self._jobs.pop(command.slot, None)
                 if outcome.loaded:
                     self._loaded.add(command.slot)
                 slot, tag = command.slot, command.slot_tag
                 if outcome.code:
                     answers = self._slots.copy_failed(slot, tag, outcome.code, outcome.detail)
                 else:
+                    self.copies_by_source[outcome.source] += 1
                     size = self._core.model.expert.canonical_bytes
                     answers = self._slots.copied(slot, tag, size, outcome.seconds)
                 self._deliver(answers)
 
+        if command.source.rank < 0 and self.hung_reads >= HUNG_READS_MAX:
+            ended(CopyOutcome("io", f"{HUNG_READS_MAX} reads of the checkpoint hang", 0.0, False))
+            return
         job = CopyJob(
             self._core, self._pool, self._sources, command, faults=self._faults, on_end=ended
         )
@@ -180,9 +228,11 @@ class ShardCommands:
                 return self._failed(command.step_id, "timeout", "is being verified already")
             self._verifying.add(begun.slot)
             layer, expert, _tag = self._slots.ledger.holder(begun.slot)
-        problem = "the probe row was not computed"
+        code, problem = "digest", "the probe row was not computed"
         try:
             problem = self._problem(begun.slot, layer, expert)
+        except MemoryError as error:
+            code, problem = "over_budget", f"no memory to prove the fill: {error}"
         finally:
             with self._core.lock:
                 row = self._rows.pop(begun.slot, None)
@@ -192,7 +242,12 @@ class ShardCommands:
             else:
                 # Usually at once. A row that hangs in the backend still reads the slot.
                 row.add_done_callback(lambda _row: self._verified(begun.slot))
-        return answers[0] if answers else self._failed(command.step_id, "timeout", "was aborted")
+        if not answers:
+            return self._failed(command.step_id, "timeout", "was aborted")
+        answer = answers[0]
+        if isinstance(answer, StepFailed):
+            return msgspec.structs.replace(answer, code=code)
+        return answer
 
     def _problem(self, slot: int, layer: int, expert: int) -> str:
         """What is wrong with a filled slot, "" where its digest and probe row are right."""
@@ -242,21 +297,40 @@ class ShardCommands:
                     self._give_back(slot)
                 return begun
             self._leaving.add(begun.slot)
-            if begun.work is Work.STOP_COPY and begun.slot in self._jobs:
-                self._jobs[begun.slot].abort()
             answers = self._expect(command.step_id)
+            job = self._jobs.get(begun.slot) if begun.work is Work.STOP_COPY else None
+        if job is not None:
+            self._stop_copy(job)
         return self._wait(command.step_id, answers, self._pin_wait_s)
+
+    def _stop_copy(self, job: CopyJob) -> None:
+        """Have a copy end, if need be without its thread."""
+        job.abort()
+        if job.join(min(GIVE_UP_AFTER_S, self._pin_wait_s)) or not job.give_up():
+            return
+        with self._core.lock:
+            self._hung.append(job)
 
     def _set_slots(self, command: SetRankSlots) -> Answer:
         with self._core.lock:
+            pool = self._pool
+            missing = pool.resident_bytes - command.budget_bytes
+            # Where slots above the new number are held, the role names them.
+            if missing > 0 and max(pool.held_slots) < command.num_slots:
+                return self._failed(
+                    -1,
+                    "over_budget",
+                    f"{missing} bytes missing: slots hold {pool.resident_bytes}",
+                )
+            # First, because it may find no memory; keys of slots that are not there are never read.
+            more = command.num_slots - len(self._core.keys)
+            if more > 0 and command.num_slots * pool.slot_bytes <= command.budget_bytes:
+                self._core.keys = np.append(self._core.keys, np.full(more, -1, np.int32))
             answer = self._slots.resize(command)
             if isinstance(answer, BudgetApplied):
-                self._pool.budget_bytes = command.budget_bytes
-                if command.num_slots > self._pool.num_slots:
-                    self._pool.grow(command.num_slots)
-                more = command.num_slots - len(self._core.keys)
-                if more > 0:
-                    self._core.keys = np.append(self._core.keys, np.full(more, -1, np.int32))
+                pool.budget_bytes = command.budget_bytes
+                if command.num_slots > pool.num_slots:
+                    pool.grow(command.num_slots)
         return answer
 
     # -------------------------------------------------------------------------- under the lock

@@ -13,8 +13,6 @@ queue; it is never held while something is computed, read or sent.
 
 from __future__ import annotations
 
-import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,30 +24,32 @@ import numpy.typing as npt
 
 from moe_serve.errors import (
     InvalidArgument,
-    MoeServeError,
     ResourceExhausted,
     StaleTerm,
     Unavailable,
 )
-from moe_serve.ports import RowStatus, SubCall, SubReply
-from moe_serve.shard.batch import Admitted, admit, merge, partial_rows, refuse, work_by_phase
-from moe_serve.shard.compute.base import ComputeBackend, SlotWork
+from moe_serve.ports import RowStatus, SubCall
+from moe_serve.shard.batch import Admitted, admit, refuse
+from moe_serve.shard.batch_run import BatchRun, Tally, no_memory
+from moe_serve.shard.compute.base import ComputeBackend
 from moe_serve.shard.executed import Counts, Hotness, Ledger
 from moe_serve.shard.kernels import count_absent
+from moe_serve.shard.replies import Replies
 from moe_serve.shard.served_model import ServedModel
+from moe_serve.shard.stall import Stall
 from moe_serve.shard.sub_call_checks import check_sub_call
 from moe_serve.shard.task_queue import TaskQueue
 from moe_serve.shard.work_queue import BacklogEstimate, QueueLimits, ReplyTo, Work, WorkQueue
 from placement.roles.shard import Answer, ShardSlots, TermRefused
 from placement.routing import RoutingTable
 
-COMPUTE_FAILURES_MAX = 3
-"""Batches in a row that may fail before the shard calls itself broken and refuses everything."""
+PROBES_WITHOUT_MEMORY_MAX = 3
+"""Probes in a row that may find no memory for their row before they fail: the compute path lives,
+and memory comes back."""
 STOP_TIMEOUT_S = 10.0
 """Longest wait for the compute thread to end its batch."""
 
 _T = TypeVar("_T")
-_log = logging.getLogger(__name__)
 
 
 class ShardCore:
@@ -83,13 +83,26 @@ class ShardCore:
         self._limits = limits or QueueLimits()
         self._queue = WorkQueue(self._limits)
         self._estimate = BacklogEstimate()
-        self._backlog_seq = itertools.count(1)
+        self._stall = Stall()
+        self._replies = Replies(model, slots, self._counts, backlog_s=self.backlog_s, clock=clock)
+        self._run_batch = BatchRun(
+            backend,
+            model.expert.hidden_size,
+            Tally(self._counts, self.hotness, self.ledger, self._estimate, self._stall),
+            self._replies,
+            rank=slots.rank,
+            clock=clock,
+        )
         self._tasks = TaskQueue(lambda: self._stopping or self.broken)
         self._busy = False
         self._lent = False
         self._stopping = False
-        self._failures_in_a_row = 0
+        self._probes_without_memory = 0
         self._thread = threading.Thread(target=self._run, name="moe-compute", daemon=True)
+
+    def use_backend(self, backend: ComputeBackend) -> None:
+        """Compute through another object that holds the same slots, from the next batch on."""
+        self.backend = self._run_batch.backend = backend
 
     # ------------------------------------------------------------------------------- lifecycle
     def start(self) -> None:
@@ -104,14 +117,14 @@ class ShardCore:
             self.lock.notify_all()
         if self._thread.ident is not None:
             self._thread.join(STOP_TIMEOUT_S)
-        self._refuse_waiting("the shard is stopping")
+        self._refuse_waiting("stopping")
 
     def _refuse_waiting(self, why: str) -> None:
         """Answer everything that waits, now that nothing will be computed any more."""
         with self.lock:
             works = self._queue.drain()
         for work in works:
-            work.reply(self._refusal(work, why))
+            work.reply(self._replies.refusal(work, why))
         self._tasks.refuse_waiting()
 
     @property
@@ -123,7 +136,24 @@ class ShardCore:
     def broken(self) -> bool:
         """Whether too many batches failed in a row: the shard refuses everything and must be
         replaced."""
-        return self._failures_in_a_row >= COMPUTE_FAILURES_MAX
+        return self._run_batch.broken
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds for which one batch has been computed where that is far too long, else 0: a
+        device or a library hangs, and nothing else is computed."""
+        return self._stall.late_s(self.clock())
+
+    def refuse_stalled(self) -> None:
+        """Where computing has stalled, refuse what waits behind it, so that it is computed
+        elsewhere. Called now and then by a thread that does not compute."""
+        stalled_s = self.stalled_s
+        if not stalled_s:
+            return
+        with self.lock:
+            works = self._queue.drain()
+        for work in works:
+            work.reply(self._replies.refusal(work, f"stalled: computing for {stalled_s:.1f} s"))
 
     # -------------------------------------------------------------------------------- data path
     def submit(self, call: SubCall, num_bytes: int, reply: ReplyTo) -> None:
@@ -150,7 +180,7 @@ class ShardCore:
             if not why:
                 self._queue.put(work)
         if why:
-            reply(self._refusal(work, why))
+            reply(self._replies.refusal(work, why))
 
     def serve_waiting(self) -> None:
         """Have what waits computed: by the calling thread, before this returns, where little waits
@@ -165,8 +195,8 @@ class ShardCore:
         try:
             self._serve_batch()
         except BaseException:
-            self._failures_in_a_row = COMPUTE_FAILURES_MAX  # as where the compute thread dies
-            self._refuse_waiting("computing has ended")
+            self._run_batch.set_broken()  # as where the compute thread dies
+            self._refuse_waiting("broken: computing has ended")
             raise
         finally:
             with self.lock:
@@ -184,8 +214,13 @@ class ShardCore:
 
     def _why_not(self, call: SubCall, num_bytes: int) -> str:
         """Why a sub-call is not queued, "" where it is."""
-        if self._stopping or self.broken:
-            return "the shard is stopping or broken"
+        if self._stopping:
+            return "stopping"
+        if self.broken:
+            return "broken: too many batches failed in a row"
+        stalled_s = self.stalled_s
+        if stalled_s:
+            return f"stalled: computing for {stalled_s:.1f} s"
         if self.slots.draining:
             return "draining"
         return "" if self._queue.has_room(call, num_bytes) else "busy: the queue is full"
@@ -194,24 +229,36 @@ class ShardCore:
         """Seconds of one row through the compute thread; it uses any verified slot, none where
         there is none.
 
-        The future fails as `on_compute_thread` says.
+        The future fails as `on_compute_thread` says, and with ResourceExhausted where there was no
+        memory for the row several times in a row.
         """
         began_s = self.clock()
 
         def probed() -> float:
-            row = np.ones((1, self.model.expert.hidden_size), np.float32)
-            with self.lock:
-                verified = [held.slot for held in self.slots.ledger.resident() if held.verified]
-                pins = np.array(verified[:1], np.int32)
-                self.slots.ledger.pin(pins)
             try:
-                pair_row, gate = np.zeros(len(pins), np.int32), np.ones(len(pins), np.float32)
-                self.backend.forward(row, pair_row, pins, gate, np.empty_like(row))
-            finally:
-                self.unpin(pins)
+                self._probe_row()
+            except MemoryError:
+                self._counts.add("memory_errors")
+                self._probes_without_memory += 1
+                if self._probes_without_memory >= PROBES_WITHOUT_MEMORY_MAX:
+                    raise ResourceExhausted("no memory for one row") from None
+            else:
+                self._probes_without_memory = 0
             return self.clock() - began_s
 
         return self.on_compute_thread(probed)
+
+    def _probe_row(self) -> None:
+        row = np.ones((1, self.model.expert.hidden_size), np.float32)
+        with self.lock:
+            verified = [held.slot for held in self.slots.ledger.resident() if held.verified]
+            pins = np.array(verified[:1], np.int32)
+            self.slots.ledger.pin(pins)
+        try:
+            pair_row, gate = np.zeros(len(pins), np.int32), np.ones(len(pins), np.float32)
+            self.backend.forward(row, pair_row, pins, gate, np.empty_like(row))
+        finally:
+            self.unpin(pins)
 
     def compute_row(
         self, slot: int, row: npt.NDArray[np.float32]
@@ -295,7 +342,10 @@ class ShardCore:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self._tasks.run_waiting()
+                if self._tasks:
+                    self._stall.rows_began(self.clock())
+                    self._tasks.run_waiting()
+                    self._stall.ended()
                 self._serve_batch()
         finally:
             with self.lock:
@@ -303,14 +353,15 @@ class ShardCore:
                 died = not self._stopping
                 if died:
                     # A bug ended the thread: nothing may be taken that nobody would compute.
-                    self._failures_in_a_row = COMPUTE_FAILURES_MAX
+                    self._run_batch.set_broken()
             if died:
-                self._refuse_waiting("the compute thread has ended")
+                self._stall.ended()
+                self._refuse_waiting("broken: the compute thread has ended")
 
     def _wait_for_work(self) -> bool:
         """Whether there is some; False where the shard stops."""
         with self.lock:
-            while self._lent or not (self._queue.sub_calls or self._tasks or self._stopping):
+            while not self._stopping and (self._lent or not (self._queue.sub_calls or self._tasks)):
                 self._busy = self._lent
                 self.lock.wait()
             self._busy = not self._stopping
@@ -321,24 +372,38 @@ class ShardCore:
         try:
             with self.lock:
                 works = self._queue.take()
+                if not works:
+                    return
                 now_s = self.clock()
-                named = np.zeros(len(self.keys), np.bool_)
-                admitted = [self._admit(work, now_s, named) for work in works]
-                # Also slots of refused rows: it is their pairs that are resident.
-                pinned = np.flatnonzero(named)
-                self.slots.ledger.pin(pinned)
-            if not works:
-                return
-            try:
-                answers = self._forward(admitted, now_s)
-            finally:
-                self.unpin(pinned)
+                try:
+                    admitted, pinned = self._admit_all(works, now_s)
+                except MemoryError:
+                    self._counts.add("memory_errors")
+                    admitted = []
+            if admitted:
+                try:
+                    answers = self._run_batch.answers(admitted, now_s, self.keys)
+                finally:
+                    self.unpin(pinned)
+            else:
+                answers = [no_memory(work) for work in works]
         except BaseException:
             for work in works:
                 work.reply(Unavailable("the thread that computed has ended"))
             raise
         for work, answer in zip(works, answers, strict=True):
             work.reply(answer)
+
+    def _admit_all(
+        self, works: Sequence[Work], now_s: float
+    ) -> tuple[list[Admitted], npt.NDArray[np.intp]]:
+        """The fence of a batch, and the slots pinned for it: all that some pair names rightly."""
+        named = np.zeros(len(self.keys), np.bool_)
+        admitted = [self._admit(work, now_s, named) for work in works]
+        # Also slots of refused rows: it is their pairs that are resident.
+        pinned = np.flatnonzero(named)
+        self.slots.ledger.pin(pinned)
+        return admitted, pinned
 
     def _admit(self, work: Work, now_s: float, named: npt.NDArray[np.bool_]) -> Admitted:
         """The fence: under the lock, at the moment the batch is taken. Sets `named` [slots] for the
@@ -347,7 +412,7 @@ class ShardCore:
         if now_s >= work.deadline_s:
             late_s = now_s - work.deadline_s
             return refuse(
-                work, RowStatus.REFUSED, f"{late_s:.3f} s past its deadline when its turn came"
+                work, RowStatus.REFUSED, f"late: {late_s:.3f} s past its deadline at its turn"
             )
         if call.incarnation != self.slots.incarnation:
             return refuse(
@@ -363,88 +428,3 @@ class ShardCore:
             resident, named, self.keys, call.pair_slot, call.pair_expert, first_key
         )
         return admit(work, resident, absent)
-
-    def _forward(
-        self, admitted: Sequence[Admitted], now_s: float
-    ) -> list[SubReply | MoeServeError]:
-        """Replies of a batch, in its order. A batch that does not fit into memory is computed one
-        by one."""
-        try:
-            answers: list[SubReply | MoeServeError] = [*self._forward_once(admitted, now_s)]
-        except MemoryError:
-            self._counts.add("memory_errors")
-            if len(admitted) > 1:
-                return [answer for one in admitted for answer in self._forward([one], now_s)]
-            problem = f"no memory for {len(admitted[0].work.call.rows)} rows; send fewer at once"
-            return [ResourceExhausted(problem)]
-        except Exception as error:
-            # A fault of ours or of the device. Others may be served, so one batch does not end the
-            # shard; several in a row do.
-            self._failures_in_a_row += 1
-            self._counts.add("compute_failures")
-            _log.exception("rank %d: a batch failed", self.slots.rank)
-            return [Unavailable(f"compute failed: {type(error).__name__}")] * len(admitted)
-        self._failures_in_a_row = 0
-        return answers
-
-    def _forward_once(self, admitted: Sequence[Admitted], now_s: float) -> list[SubReply]:
-        batch = merge(admitted, self.model.expert.hidden_size)
-        num_pairs = len(batch.pair_row)
-        out = np.empty(batch.rows.shape, np.float32)
-        began_s = self.clock()
-        work: SlotWork | None = None
-        if num_pairs:
-            self._estimate.began(num_pairs, began_s)
-            work = self.backend.forward(
-                batch.rows, batch.pair_row, batch.pair_slot, batch.pair_gate, out
-            )
-        else:
-            out.fill(0.0)
-        ended_s = self.clock()
-        self._estimate.ended(num_pairs, ended_s - began_s, ended_s)
-        pair_s = (ended_s - began_s) / max(1, num_pairs)
-        entries = [self.ledger.entry(o.work.call, o.pairs) for o in admitted if o.num_rows]
-        replies = []
-        for i, one in enumerate(admitted):
-            partial = partial_rows(one.work.call, out, batch.begin[i], batch.begin[i + 1])
-            replies.append(self._reply(one, partial, now_s, one.num_pairs * pair_s))
-        # Everything large is allocated by now. Where memory was too short for it, the batch is
-        # computed again, so nothing of it may have been counted.
-        if work is not None:
-            for phase, part in work_by_phase(batch, work):
-                self.hotness.add(phase, self.keys[part.slots], part.pairs, part.seconds)
-        for entry in entries:
-            self.ledger.add(entry)
-        for one in admitted:
-            self._counts.add_rows(one.row_status)
-        self._counts.add("batches")
-        return replies
-
-    # ---------------------------------------------------------------------------------- replies
-    def _reply(
-        self, one: Admitted, partial: npt.NDArray[np.generic], now_s: float, compute_s: float
-    ) -> SubReply:
-        call = one.work.call
-        table = self.slots.table
-        return SubReply(
-            call_id=call.call_id,
-            sub_id=call.sub_id,
-            incarnation=self.slots.incarnation,
-            term=self.slots.highest_term if table is None else table.term,
-            epoch=-1 if table is None else table.epoch,
-            row_status=one.row_status,
-            partial=partial,
-            backlog_s=self.backlog_s(),
-            backlog_seq=next(self._backlog_seq),
-            queue_s=max(0.0, now_s - one.work.arrived_s),
-            compute_s=compute_s,
-            detail=one.detail,
-        )
-
-    def _refusal(self, work: Work, detail: str) -> SubReply:
-        """Answer to a sub-call that was not taken or not begun."""
-        call = work.call
-        nothing = np.zeros((0, self.model.expert.hidden_size), call.dtype.numpy)
-        refused = refuse(work, RowStatus.REFUSED, detail)
-        self._counts.add_rows(refused.row_status)
-        return self._reply(refused, nothing, self.clock(), 0.0)

@@ -25,19 +25,33 @@ def page_rounded(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
+def process_resident_bytes() -> int:
+    """Bytes of this process that are in memory, shared ones included."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * PAGE_BYTES
+
+
 class Pages:
     """One mapping of at least `num_bytes` zero bytes, not resident until written.
 
     `array` is its content, writable `uint8 [page_rounded(num_bytes)]`.
+
+    Raises:
+        MemoryError: the system has no memory or address space for it.
     """
 
     def __init__(self, num_bytes: int) -> None:
         assert num_bytes > 0, "an empty mapping holds nothing"
         # Private, not Python's default of shared: MADV_DONTNEED on shared anonymous memory keeps
         # the pages and their content.
-        self._map = mmap.mmap(
-            -1, page_rounded(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
+        try:
+            self._map = mmap.mmap(
+                -1, page_rounded(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise MemoryError(f"the system maps no {num_bytes} bytes more") from error
         try:
             # A huge page under one held slot would make its free neighbours resident as well.
             self._map.madvise(mmap.MADV_NOHUGEPAGE)

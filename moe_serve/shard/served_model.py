@@ -13,13 +13,17 @@ from typing import Protocol
 from moe_serve.shard.compute.base import ExpertSpec
 from moe_serve.weights.checkpoint import Checkpoint
 from moe_serve.weights.manifest import Manifest
+from moe_serve.weights.reading import UNINTERRUPTED, Reading
 
 
 class ExpertSource(Protocol):
     """Canonical bytes and digests of experts, in the serving dtype of the shard."""
 
-    def read_into(self, layer: int, expert: int, out: memoryview) -> None:
-        """Fill `out` with the expert's canonical bytes. Raises WeightsError, OSError."""
+    def read_into(
+        self, layer: int, expert: int, out: memoryview, reading: Reading = UNINTERRUPTED
+    ) -> None:
+        """Fill `out` with the expert's canonical bytes. Raises WeightsError, OSError, and what
+        `reading` raises."""
 
     def canonical_sha256(self, layer: int, expert: int) -> str:
         """SHA-256, in hex, that the canonical bytes must have."""
@@ -57,10 +61,12 @@ class CheckpointSource:
         self._checkpoint = checkpoint
         self._manifest = manifest
 
-    def read_into(self, layer: int, expert: int, out: memoryview) -> None:
+    def read_into(
+        self, layer: int, expert: int, out: memoryview, reading: Reading = UNINTERRUPTED
+    ) -> None:
         """Read, check stored and canonical digests. See `ExpertSource`."""
         self._checkpoint.read_expert_into(
-            layer, expert, self._manifest.serving_dtype, out, self._manifest
+            layer, expert, self._manifest.serving_dtype, out, self._manifest, reading
         )
 
     def canonical_sha256(self, layer: int, expert: int) -> str:

@@ -66,6 +66,10 @@ class ShardSettings:
     """Bounds of queue and batch."""
     copy_bytes_per_s: float = 0.0
     """Limit of copies into the shard, and another one as high for copies out of it; 0 = none."""
+    host_cache_dir: str = ""
+    """Folder of the cache of canonical experts on this node, shared by its shards."""
+    host_cache_bytes: int = 0
+    """Bytes of that cache; 0 = none."""
     ledger_rows_max: int = 0
     """Executed contributions kept for a check from outside; 0 = none."""
     faults: FaultPoints = field(default_factory=FaultPoints)
@@ -79,6 +83,7 @@ class ShardSettings:
             ("budget_bytes", 0),
             ("slab_slots", 1),
             ("copy_bytes_per_s", 0),
+            ("host_cache_bytes", 0),
             ("ledger_rows_max", 0),
         ):
             if getattr(self, name) < least:

@@ -48,6 +48,18 @@ class BudgetExceeded(ResourceExhausted):
         self.budget_bytes = budget_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class PoolFigures:
+    """One look at a pool, in bytes. `free_bytes` are mapped places that no slot holds (address
+    space, not resident); `largest_free_run_bytes` the longest run of neighbours among them in one
+    slab."""
+
+    resident_bytes: int
+    slab_bytes: int
+    free_bytes: int
+    largest_free_run_bytes: int
+
+
 @dataclass(slots=True)
 class _Slab:
     pages: Pages
@@ -142,6 +154,18 @@ class SlotPool:
                 )
             self._budget_bytes = budget_bytes
 
+    def figures(self) -> PoolFigures:
+        """What is held, mapped and free now."""
+        with self._lock:
+            runs = [_longest_run(slab.free_places) for slab in self._slabs.values()]
+            free = sum(len(slab.free_places) for slab in self._slabs.values())
+            return PoolFigures(
+                resident_bytes=self.resident_bytes,
+                slab_bytes=self.reserved_bytes,
+                free_bytes=free * self._stride_bytes,
+                largest_free_run_bytes=max(runs, default=0) * self._stride_bytes,
+            )
+
     def grow(self, num_slots: int) -> None:
         """Raise the number of slot ids while slots are in use.
 
@@ -165,6 +189,7 @@ class SlotPool:
 
         Raises:
             BudgetExceeded: the slot would exceed the budget; nothing has changed.
+            MemoryError: the system has no memory for another slab; nothing has changed.
         """
         assert 0 <= slot < self._num_slots, f"slot {slot} of {self._num_slots}"
         with self._lock:
@@ -216,3 +241,13 @@ class SlotPool:
             free_places=list(range(self._slab_slots)),
         )
         return slab_id
+
+
+def _longest_run(places: list[int]) -> int:
+    """Length of the longest run of neighbours: 3 for [5, 0, 4, 6]."""
+    longest = run = 0
+    before = -2
+    for place in sorted(places):
+        run = run + 1 if place == before + 1 else 1
+        longest, before = max(longest, run), place
+    return longest

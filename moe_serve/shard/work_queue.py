@@ -168,6 +168,11 @@ class BacklogEstimate:
         where none was computed yet."""
         return self._batch_s.get(pairs.bit_length(), math.inf)
 
+    def expected_s(self, pairs: int) -> float:
+        """Seconds that a batch of so many pairs should take; 0 where nothing is known."""
+        known_s = self._batch_s.get(pairs.bit_length(), 0.0)
+        return max(known_s, pairs * self._seconds_a_pair)
+
     def seconds(self, waiting_pairs: int, at_s: float) -> float:
         """Estimated seconds until everything that waits now is done."""
         running_s = max(0.0, self._running_until_s - at_s)

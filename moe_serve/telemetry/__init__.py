@@ -4,6 +4,7 @@ Responsible for their form and their limits. Must never decide what happened: ca
 decision records and figures. Called by controller and router.
 """
 
+from moe_serve.telemetry.audit import AuditLog, audit_file
 from moe_serve.telemetry.logs import Level, LogFile, make_logger
 from moe_serve.telemetry.metrics import (
     METRICS,
@@ -17,6 +18,7 @@ from moe_serve.telemetry.metrics import (
 
 __all__ = [
     "METRICS",
+    "AuditLog",
     "Kind",
     "Level",
     "LogFile",
@@ -25,5 +27,6 @@ __all__ = [
     "MetricSpec",
     "Metrics",
     "NullSink",
+    "audit_file",
     "make_logger",
 ]

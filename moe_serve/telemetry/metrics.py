@@ -125,6 +125,8 @@ _ALL: Final = (
     _metric("epoch", _G, "Number of the newest routing table."),
     _metric("rebalancing", _G, "1 while a plan runs."),
     _metric("paused", _G, "1 while automatic plans are off."),
+    _metric("rebalance_stalled", _G, "1 while a plan stands still, or was aborted for it lately."),
+    _metric("plans_stalled_total", _C, "Plans that stood still."),
     _metric("experts", _G, "Experts by whether a replica is listed.", ("state",), 2),
     _metric("balancedness_ratio", _G, "Of the newest window, over all layers, in (0, 1]."),
     _metric("layer_imbalance_ratio", _G, "1 / balancedness - 1 of a layer.", ("layer",), 128),

@@ -8,6 +8,7 @@ Called by: `checkpoint`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -23,6 +24,7 @@ from moe_serve.weights.header import TensorInfo
 from moe_serve.weights.naming import MoeConfig, layer_of, routed_expert_layer
 from moe_serve.weights.near_names import missing_tensor
 
+_NUMBERS: Final = re.compile(r"model\.layers\.([0-9]{1,9})\.[a-z_]+\.experts\.([0-9]{1,9})\.")
 _STACKED: Final = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "w13")
 
 
@@ -53,15 +55,16 @@ def bind_experts(config: MoeConfig, tensors: Mapping[str, TensorInfo]) -> Bindin
         _refuse_format(name, tensors[name])
     experts = []
     unclaimed = set(routed)
+    # Up to the first that is missing: the files, not the configuration, bound the work.
     for layer in range(len(config.layer_ids)):
         for expert in range(config.num_experts):
             names = config.expert_names(layer, expert)
+            missing = next((name for name in names if name not in tensors), None)
+            if missing is not None:
+                raise _missing(missing, config, tensors)
             unclaimed.difference_update(names)
-            if all(name in tensors for name in names):
-                experts.append(ExpertTensors(*(tensors[name] for name in names)))
-                _check_shapes(config, experts[-1])
-    if len(experts) < len(config.layer_ids) * config.num_experts:
-        raise _first_missing(config, tensors)
+            experts.append(ExpertTensors(*(tensors[name] for name in names)))
+            _check_shapes(config, experts[-1])
     if unclaimed:
         raise _unexpected(config, sorted(unclaimed))
     return Binding(tuple(experts), _common_dtype(experts))
@@ -116,19 +119,22 @@ def _check_shapes(config: MoeConfig, expert: ExpertTensors) -> None:
             )
 
 
-def _first_missing(config: MoeConfig, tensors: Mapping[str, TensorInfo]) -> MissingTensor:
-    expected = [
-        name
-        for layer in range(len(config.layer_ids))
-        for expert in range(config.num_experts)
-        for name in config.expert_names(layer, expert)
-    ]
-    absent = [name for name in expected if name not in tensors]
-    known = set(expected)
+def _missing(missing: str, config: MoeConfig, tensors: Mapping[str, TensorInfo]) -> MissingTensor:
     # Not only routed names: a rename may have changed the part they are recognised by.
-    unclaimed = (name for name in tensors if name not in known)
-    more = f" ({len(absent)} expert tensors are missing in all)" if len(absent) > 1 else ""
-    return missing_tensor(absent[0], unclaimed, f"no file of the checkpoint has it{more}")
+    unclaimed = [name for name in tensors if not _is_expected(config, name)]
+    expected = 3 * len(config.layer_ids) * config.num_experts
+    absent = expected - (len(tensors) - len(unclaimed))
+    more = f" ({absent} expert tensors are missing in all)" if absent > 1 else ""
+    return missing_tensor(missing, unclaimed, f"no file of the checkpoint has it{more}")
+
+
+def _is_expected(config: MoeConfig, name: str) -> bool:
+    """Whether a tensor is one of the three of an expert that the configuration describes."""
+    match = _NUMBERS.match(name)
+    if match is None or int(match[2]) >= config.num_experts:
+        return False
+    layer_id, expert = int(match[1]), int(match[2])
+    return layer_id in config.layer_ids and name in config.family.expert_names(layer_id, expert)
 
 
 def _unexpected(config: MoeConfig, names: list[str]) -> UnexpectedTensor:

@@ -54,6 +54,7 @@ from moe_serve.weights.paths import (
     find_root,
     read_small_file,
 )
+from moe_serve.weights.reading import UNINTERRUPTED, Reading
 from moe_serve.weights.safetensors_index import SafetensorsIndex, open_index, tensor_info
 
 CONFIG_BYTES_MAX: Final = 1024 * 1024
@@ -153,6 +154,7 @@ class Checkpoint:
         dtype: ServingDtype,
         out: memoryview,
         manifest: Manifest | None = None,
+        reading: Reading = UNINTERRUPTED,
     ) -> None:
         """Fill `out` (writable, `spec.expert_bytes(dtype)` bytes) with an expert's canonical bytes.
 
@@ -161,23 +163,23 @@ class Checkpoint:
         undefined bytes when an error is raised.
 
         Raises `UnknownExpert`, `ShapeMismatch`, `NonFiniteTensor`, `DigestMismatch`,
-        `ChangedFile`, `TruncatedFile`.
+        `ChangedFile`, `TruncatedFile`, and what `reading` raises.
         """
         if manifest is None:
-            self._fill(layer, expert, dtype, out, None)
+            self._fill(layer, expert, dtype, out, None, reading)
             return
         if manifest.serving_dtype != dtype:
             raise ShapeMismatch(
                 f"the manifest is for serving dtype {manifest.serving_dtype}, the expert is wanted "
                 f"in {dtype}; build the manifest for {dtype}"
             )
-        self._fill(layer, expert, dtype, out, manifest.expert(layer, expert))
+        self._fill(layer, expert, dtype, out, manifest.expert(layer, expert), reading)
         check_canonical_digest(manifest, layer, expert, canonical_digest(out))
 
     def digest_expert(self, layer: int, expert: int, dtype: ServingDtype) -> ExpertDigest:
         """Read one expert and describe it for the manifest. Raises as `read_expert_into`."""
         out = np.empty(self.spec.expert_bytes(dtype), np.uint8)
-        sha256s = self._fill(layer, expert, dtype, out.data, None)
+        sha256s = self._fill(layer, expert, dtype, out.data, None, UNINTERRUPTED)
         gate, up, down = (
             TensorDigest(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes, sha256)
             for tensor, sha256 in zip(self.expert_tensors(layer, expert), sha256s, strict=True)
@@ -203,16 +205,22 @@ class Checkpoint:
         dtype: ServingDtype,
         out: memoryview,
         expected: ExpertDigest | None,
+        reading: Reading,
     ) -> list[str]:
         """Write the canonical bytes; returns the SHA-256 of each tensor's stored bytes."""
         tensors = self.expert_tensors(layer, expert)
         spec = self.spec
+
+        def came(num_bytes: int) -> None:
+            reading.advance(num_bytes * spec.expert_bytes(dtype) // spec.expert_bytes(spec.dtype))
+
         views = canonical_views(out, spec.hidden_size, spec.intermediate_size, serving_dtype(dtype))
         sha256s = []
         # The three matrices have one size: one piece of memory serves them in turn.
         stored = np.empty(tensors.gate.num_bytes, np.uint8)
         for which, tensor in zip(PROJECTIONS, tensors, strict=True):
-            self._index.read_into(tensor, stored.data)
+            with reading.blocking():
+                self._index.read_into(tensor, stored.data, came)
             sha256s.append(hashlib.sha256(stored.data).hexdigest())
             if expected is not None:
                 check_tensor_digest(getattr(expected, which), tensor.file, sha256s[-1])

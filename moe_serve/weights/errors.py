@@ -82,6 +82,14 @@ class UnknownExpert(WeightsError):
     code = "NOT_FOUND"
 
 
+def shown_value(value: object) -> str:
+    """Quote a foreign value of any type; of lists and objects the kind only, as their text may be
+    nested deeper, or be longer, than can be written."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return shown(str(value))
+
+
 def shown(text: str) -> str:
     """Quote foreign `text` for a message: escaped, and cut to `SHOWN_CHARS_MAX` characters."""
     if len(text) <= SHOWN_CHARS_MAX:

@@ -32,6 +32,9 @@ DIM_MAX: Final = 2**31 - 1
 RANK_MAX: Final = 8
 """Most dimensions of a tensor."""
 
+NAME_CHARS_MAX: Final = 512
+"""Longest name of a tensor; those of published models stay below 100 characters."""
+
 _PREFIX_BYTES: Final = 8
 _METADATA: Final = "__metadata__"
 _MAGIC: Final = (
@@ -120,6 +123,10 @@ def _parse(text: bytes, file: str, data_start: int) -> list[TensorInfo]:
 
 def _tensor(name: str, raw: msgspec.Raw, file: str, data_start: int) -> TensorInfo:
     where = f"tensor {shown(name)} in the header of {file}"
+    if len(name) > NAME_CHARS_MAX:
+        raise BadHeader(
+            f"{where} has a name longer than {NAME_CHARS_MAX} characters; fetch the file again"
+        )
     try:
         entry = msgspec.json.decode(raw, type=_Entry)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as fault:

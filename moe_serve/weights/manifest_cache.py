@@ -87,7 +87,7 @@ def load_cached(checkpoint: Checkpoint, dtype: ServingDtype, path: Path) -> Mani
         return None
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None  # written by a version with another structure
     return manifest if _is_current(manifest, checkpoint, dtype) else None
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-from moe_serve.weights.errors import BadConfig, UnsupportedCheckpoint, shown
+from moe_serve.weights.errors import BadConfig, UnsupportedCheckpoint, shown, shown_value
 
 CONFIG_FILE: Final = "config.json"
 
@@ -163,7 +163,7 @@ def parse_config(config: Mapping[str, Any]) -> MoeConfig:
     activation = config.get("hidden_act", _SUPPORTED_ACTIVATION)
     if activation != _SUPPORTED_ACTIVATION:
         raise UnsupportedCheckpoint(
-            f"{CONFIG_FILE}: hidden_act is {shown(str(activation))}; only experts with "
+            f"{CONFIG_FILE}: hidden_act is {shown_value(activation)}; only experts with "
             f"{_SUPPORTED_ACTIVATION} are served: choose another model"
         )
     num_hidden_layers = _integer(config, "num_hidden_layers", 1, _LAYERS_MAX)
@@ -202,7 +202,7 @@ def _find_family(config: Mapping[str, Any]) -> Family:
         if not architectures and family.model_type == model_type:
             return family
     raise UnsupportedCheckpoint(
-        f"{CONFIG_FILE}: model_type {shown(str(model_type))} with architectures "
+        f"{CONFIG_FILE}: model_type {shown_value(model_type)} with architectures "
         f"{shown(str(architectures))} is not supported; supported are "
         f"{', '.join(family.architecture for family in FAMILIES)}"
     )
@@ -222,7 +222,8 @@ def _refuse_quantised(config: Mapping[str, Any]) -> None:
             continue
         section = config[key]
         method = section.get("quant_method") if isinstance(section, dict) else None
-        title = {"fp8": "FP8", "mxfp4": "MXFP4"}.get(str(method), shown(str(method)))
+        text = shown_value(method)
+        title = {"'fp8'": "FP8", "'mxfp4'": "MXFP4"}.get(text, text)
         raise UnsupportedCheckpoint(
             f"{CONFIG_FILE}: {key} says the weights are quantised ({title}); {title} checkpoints "
             "are not supported: convert the weights to bfloat16 and remove that section"
@@ -235,6 +236,7 @@ def _layer_ids(config: Mapping[str, Any], rule: LayerRule, num_layers: int) -> t
         dense = config.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(type(number) is int for number in dense):
             raise BadConfig(f"{CONFIG_FILE}: mlp_only_layers must be a list of layer numbers")
+        dense = set(dense)
         return tuple(
             layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
         )
@@ -263,6 +265,6 @@ def _integer(
     if type(value) is not int or not low <= value <= high:
         raise BadConfig(
             f"{CONFIG_FILE}: {key} must be a whole number from {low} to {high}, got "
-            f"{shown(str(value))}; correct it or fetch the file again"
+            f"{shown_value(value)}; correct it or fetch the file again"
         )
     return value

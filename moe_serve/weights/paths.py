@@ -20,11 +20,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from moe_serve.weights.errors import MissingFile, TruncatedFile, UnsafePath, shown
+from moe_serve.weights.reading import READ_CHUNK_BYTES
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _NAME_RULE = "1 to 128 characters out of A-Z a-z 0-9 . _ - and not '.' or '..'"
@@ -145,20 +146,29 @@ def read_small_file(root: CheckpointRoot, name: str, bytes_max: int) -> tuple[by
         return bytes(content), stamp
 
 
-def read_exactly(descriptor: int, name: str, offset: int, out: memoryview) -> None:
+def read_exactly(
+    descriptor: int,
+    name: str,
+    offset: int,
+    out: memoryview,
+    came: Callable[[int], None] = lambda _num_bytes: None,
+) -> None:
     """Fill `out` from byte `offset` of an open file, or raise `TruncatedFile`.
 
-    Positional reads, not a memory map: a file that shrinks under a map kills the process.
+    Positional reads, not a memory map: a file that shrinks under a map kills the process. In
+    chunks; `came` is told the bytes of each and may raise to end the reading.
     """
     done = 0
     while done < len(out):
-        count = os.preadv(descriptor, [out[done:]], offset + done)
+        chunk = out[done : done + READ_CHUNK_BYTES]
+        count = os.preadv(descriptor, [chunk], offset + done)
         if count == 0:
             raise TruncatedFile(
                 f"file {name} ends at byte {offset + done}, but bytes up to {offset + len(out)} "
                 "are needed; fetch the file again"
             )
         done += count
+        came(count)
 
 
 def _resolve_inside(root: CheckpointRoot, name: str) -> str:

@@ -9,7 +9,7 @@ Called by: `checkpoint`, `build`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -64,8 +64,14 @@ class SafetensorsIndex:
     tensors: Mapping[str, TensorInfo]
     stamps: Mapping[str, FileStamp]
 
-    def read_into(self, tensor: TensorInfo, out: memoryview) -> None:
-        """Fill `out`, exactly `tensor.num_bytes` bytes, with the tensor's bytes as stored.
+    def read_into(
+        self,
+        tensor: TensorInfo,
+        out: memoryview,
+        came: Callable[[int], None] = lambda _num_bytes: None,
+    ) -> None:
+        """Fill `out`, exactly `tensor.num_bytes` bytes, with the tensor's bytes as stored. `came`
+        is told the bytes of each chunk and may raise to end the reading.
 
         Raises `ChangedFile` if the file was replaced since it was indexed, `TruncatedFile`.
         """
@@ -80,7 +86,7 @@ class SafetensorsIndex:
                     f"file {tensor.file}, read for tensor {shown(tensor.name)}, was replaced or "
                     "written after the checkpoint was opened; open the checkpoint again"
                 )
-            read_exactly(descriptor, tensor.file, tensor.offset_bytes, out)
+            read_exactly(descriptor, tensor.file, tensor.offset_bytes, out, came)
 
     def read(self, tensor: TensorInfo) -> npt.NDArray[Any]:
         """The tensor as a new array of its shape, in its stored dtype."""

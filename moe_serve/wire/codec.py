@@ -6,9 +6,9 @@ from outside. Called by channel, server and copy client.
 
 Decoded arrays are read-only views of the received frames and keep them alive.
 
-FORWARD: header + router name | index block | rows. The index block holds pair_tag int64 [P], then
-pair_gate float32 [P], pair_row, pair_slot, pair_k, pair_expert int32 [P] each, then row_id int32
-[R]: 28 bytes a pair and 4 a row.
+FORWARD: header + router name + request id | index block | rows. The index block holds pair_tag
+int64 [P], then pair_gate float32 [P], pair_row, pair_slot, pair_k, pair_expert int32 [P] each, then
+row_id int32 [R]: 28 bytes a pair and 4 a row.
 REPLY: header + detail | row_status uint8 [R] | partial [served, H].
 """
 
@@ -29,6 +29,7 @@ from moe_serve.wire.frame import (
     MESSAGE_BYTES_MAX,
     NAME_BYTES_MAX,
     PAIRS_MAX,
+    REQUEST_ID_BYTES_MAX,
     ROWS_MAX,
     Buffer,
     Frames,
@@ -48,9 +49,9 @@ from moe_serve.wire.frame import (
 from moe_serve.wire.wire_messages import WireMessage
 from placement.topology import NUM_PHASES
 
-_FORWARD: Final = struct.Struct("<qqqqdiBBBBIII")
-"""request_key, incarnation, term, epoch, timeout_s, layer, phase, cause, dtype, name bytes, hidden,
-rows, pairs."""
+_FORWARD: Final = struct.Struct("<qqqqdiBBBBHIII")
+"""request_key, incarnation, term, epoch, timeout_s, layer, phase, cause, dtype, name bytes, id
+bytes, hidden, rows, pairs."""
 _REPLY: Final = struct.Struct("<qqqdqddBxHIII")
 """incarnation, term, epoch, backlog_s, backlog_seq, queue_s, compute_s, dtype, detail bytes,
 hidden, rows, served."""
@@ -107,6 +108,10 @@ def encode_forward(call: SubCall) -> list[Buffer]:
     name_bytes = call.router.encode()
     if len(name_bytes) > NAME_BYTES_MAX:
         raise invalid("router", f"must have at most {NAME_BYTES_MAX} bytes (got {len(name_bytes)})")
+    id_bytes = call.request_id.encode()
+    if len(id_bytes) > REQUEST_ID_BYTES_MAX:
+        limit = REQUEST_ID_BYTES_MAX
+        raise invalid("request_id", f"must have at most {limit} bytes (got {len(id_bytes)})")
     header = pack(
         _FORWARD,
         "header",
@@ -120,6 +125,7 @@ def encode_forward(call: SubCall) -> list[Buffer]:
         int(call.cause),
         int(call.dtype),
         len(name_bytes),
+        len(id_bytes),
         call.rows.shape[1],
         num_rows,
         num_pairs,
@@ -129,7 +135,7 @@ def encode_forward(call: SubCall) -> list[Buffer]:
         index = b"".join(blocks)  # arrays are buffers
     except (BufferError, TypeError, ValueError):  # not contiguous
         index = b"".join([raw(array) for array in blocks])
-    return [prefix + header + name_bytes, index, raw(rows)]
+    return [prefix + header + name_bytes + id_bytes, index, raw(rows)]
 
 
 def encode_reply(reply: SubReply) -> list[Buffer]:
@@ -184,7 +190,7 @@ def _dtype(code: int) -> DType:
 def _decode_forward(frames: Frames, call_id: int, sub_id: int) -> SubCall:
     values, rest = read_header(frames, _FORWARD, 3)
     request_key, incarnation, term, epoch, timeout_s, layer, phase, cause = values[:8]
-    dtype, (name_bytes, hidden, num_rows, num_pairs) = _dtype(values[8]), values[9:]
+    dtype, (name_bytes, id_bytes, hidden, num_rows, num_pairs) = _dtype(values[8]), values[9:]
     check_timeout(timeout_s)
     # The header's counts have no sign, so only their upper limits can be passed.
     if phase >= NUM_PHASES or cause >= len(_CAUSES) or hidden > HIDDEN_MAX:
@@ -196,7 +202,8 @@ def _decode_forward(frames: Frames, call_id: int, sub_id: int) -> SubCall:
         check_count("pairs", num_pairs, PAIRS_MAX)
     if layer < 0:
         raise invalid("layer", f"must be at least 0 (got {layer})")
-    router = read_text(rest, name_bytes, NAME_BYTES_MAX, "router")
+    router = read_text(rest[:name_bytes], name_bytes, NAME_BYTES_MAX, "router")
+    request_id = read_text(rest[name_bytes:], id_bytes, REQUEST_ID_BYTES_MAX, "request_id")
     check_bytes(frames[1], num_pairs * _PAIR_BYTES + num_rows * _ROW_BYTES, "index")
     check_bytes(frames[2], num_rows * hidden * dtype.itemsize, "rows")
     # One view of all that has four bytes: its pieces are then slices, not views of their own.
@@ -224,6 +231,7 @@ def _decode_forward(frames: Frames, call_id: int, sub_id: int) -> SubCall:
         pair_gate=gate.view(np.float32),
         pair_k=k,
         pair_expert=expert,
+        request_id=request_id,
     )
 
 

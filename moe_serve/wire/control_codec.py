@@ -152,7 +152,7 @@ def _decode_error(frames: Frames, call_id: int, sub_id: int) -> ErrorReply:
     check_bytes(frames[1], num_bytes, "error")
     try:
         body = msgspec.msgpack.decode(frames[1], type=_ErrorBody)
-    except msgspec.DecodeError as problem:
+    except (msgspec.DecodeError, RecursionError) as problem:
         raise invalid("error", f"is malformed ({problem})") from problem
     kind = _ERRORS.get(body.name)
     if kind is None:
@@ -189,8 +189,10 @@ def decode_table(data: bytes) -> RoutingTable:
     InvalidArgument."""
     try:
         table = decode_as(data, RoutingTable)
-    except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError) as problem:
+    except msgspec.ValidationError as problem:
         raise invalid("table", f"is malformed ({problem})") from problem
+    if table.num_layers < 0 or table.num_experts < 0:
+        raise invalid("table", "num_layers and num_experts must be at least 0")
     shape = (table.num_layers * table.num_experts + 1,)
     columns = (
         ("replica_ptr", table.replica_ptr, np.int32),
@@ -202,7 +204,8 @@ def decode_table(data: bytes) -> RoutingTable:
         if array.dtype != dtype or array.ndim != 1:
             raise invalid(f"table.{name}", f"must be a vector of {np.dtype(dtype)}")
     ptr = table.replica_ptr
-    if ptr.shape != shape or ptr[0] != 0 or (np.diff(ptr) < 0).any():
+    # Neighbours are compared, not subtracted: a difference of int32 may wrap around.
+    if ptr.shape != shape or ptr[0] != 0 or (ptr[1:] < ptr[:-1]).any():
         raise invalid("table.replica_ptr", f"must ascend from 0 and have {shape[0]} elements")
     for name, array, _ in columns[1:]:
         if len(array) != int(ptr[-1]):

@@ -82,15 +82,22 @@ class CopyClient:
         self._context_lock = threading.Lock()
 
     def pull(
-        self, part: CopyPart, out: memoryview, *, timeout_s: float, abort: threading.Event
+        self,
+        part: CopyPart,
+        out: memoryview,
+        *,
+        timeout_s: float,
+        abort: threading.Event,
+        advance: Callable[[int], None] = lambda _num_bytes: None,
     ) -> None:
-        """Fill `out` (writable bytes, exactly the expert's canonical size) from the peer.
+        """Fill `out` (writable bytes, exactly the expert's canonical size) from the peer. `advance`
+        is told the bytes of each chunk that has come, and may raise to end the copy.
 
         Raises WireLost (peer gone), NotFound (it does not hold that slot and tag),
         DeadlineExceeded, CopyAborted, and FailedPrecondition where its expert has another size.
         `out` holds undefined bytes after an error.
         """
-        _Pull(self, part, out, self._clock() + timeout_s, abort).run()
+        _Pull(self, part, out, self._clock() + timeout_s, abort, advance).run()
 
     def close(self) -> None:
         """End the context. Copies running are ended by their abort events first."""
@@ -149,12 +156,14 @@ class _Pull:
         out: memoryview,
         deadline_s: float,
         abort: threading.Event,
+        advance: Callable[[int], None],
     ) -> None:
         self._client = client
         self._part = part
         self._out = out.cast("B")
         self._deadline_s = deadline_s
         self._abort = abort
+        self._advance = advance
         self._socket, self._monitor = client.connect(part.source)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -222,6 +231,7 @@ class _Pull:
                 raise self._lost(f"sent {len(chunk.data)} bytes where {num_bytes} were asked for")
             self._out[chunk.offset : chunk.offset + num_bytes] = chunk.data
             arrived += 1
+            self._advance(num_bytes)
 
     def _close_copy(self, copy_id: int) -> None:
         try:

@@ -55,6 +55,8 @@ HIDDEN_MAX: Final = 1 << 16
 """Largest hidden size."""
 NAME_BYTES_MAX: Final = 128
 """Longest router name, in UTF-8."""
+REQUEST_ID_BYTES_MAX: Final = 512
+"""Longest request id, in UTF-8: 128 characters."""
 DETAIL_BYTES_MAX: Final = 1024
 """Longest detail text of a reply, in UTF-8; longer ones are cut."""
 ERROR_BYTES_MAX: Final = 64 * 1024

@@ -7,6 +7,10 @@ receives nothing. Made by the shard's assembly, whose server is the handler.
 The thread is the only one that touches the socket. Other threads put answers into an outbox and
 wake it through a pipe. A message that cannot be decoded is answered with ERROR where its ids can be
 read, counted, and otherwise dropped: it touches no other request.
+
+While the handler is busy with a burst (`burst_ended`) the thread does not touch the socket either,
+so another may take its place then (`replace_held`): a handler that hangs there holds nobody up. The
+old thread ends when it comes back. Sockets may change threads where a lock lies between.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import ipaddress
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -86,11 +91,16 @@ class WireServer:
         self._lock = threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="moe-wire", daemon=True)
+        """The one that serves; guarded by `_lock` once it runs, as is `_held_since_s`."""
+        self._held_since_s: float | None = None
+        """When the handler got the burst it is busy with; monotonic seconds."""
         self._address = ""
         self.malformed = 0
         """Messages refused by the codec."""
         self.dropped_answers = 0
         """Answers whose peer was gone or did not read."""
+        self.replaced_threads = 0
+        """Times that another thread took over from one that the handler held."""
 
     @property
     def address(self) -> str:
@@ -144,13 +154,29 @@ class WireServer:
         assert self._socket is not None, "bind comes first"
         self._thread.start()
 
+    def replace_held(self, after_s: float) -> bool:
+        """Let a new thread serve where the handler has held the present one for longer than
+        `after_s`. Whether it did."""
+        with self._lock:
+            since_s = self._held_since_s
+            if since_s is None or time.monotonic() - since_s <= after_s:
+                return False
+            self._held_since_s = None
+            self._thread = threading.Thread(target=self._run, name="moe-wire", daemon=True)
+            self.replaced_threads += 1
+            self._thread.start()
+        return True
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread and close the socket; peers see a disconnect. Idempotent."""
         with self._lock:
             first, self._stopping = not self._stopping, True
         if self._thread.ident is not None:
             self._wake()
-            self._thread.join(timeout_s)
+            end_s = time.monotonic() + timeout_s
+            # In short waits: another thread may be taking over.
+            while self._thread.is_alive() and time.monotonic() < end_s:
+                self._thread.join(0.1)
             assert not self._thread.is_alive(), "the wire thread does not end: its handler blocks"
         elif first:
             self._close()
@@ -199,18 +225,24 @@ class WireServer:
             poll.register(int(self._zap.getsockopt(zmq.FD)), select.POLLIN)
         try:
             while not self._stopping:
-                if not self._serve(socket):
+                worked = self._receive_burst(socket)
+                if worked and not self._hand_over():
+                    return
+                if not (self._flush(socket) or worked):
                     for descriptor, _ in poll.poll():
                         if descriptor == self._wake_read:
                             self._drain_pipe()
         finally:
-            self._close()
+            with self._lock:
+                mine = self._thread is threading.current_thread()
+            if mine:
+                self._close()
 
-    def _serve(self, socket: zmq.Socket[bytes]) -> bool:
-        """Take a burst and send what is to be sent; False where there was nothing to do.
+    def _receive_burst(self, socket: zmq.Socket[bytes]) -> bool:
+        """Take what has come; False where nothing had.
 
-        Sending counts: it may take in the very change the descriptor told of, which then is silent
-        about the message that came.
+        Sending counts as work too: it may take in the very change the descriptor told of, which
+        then is silent about the message that came.
         """
         worked = False
         if self._zap is not None and has_input(self._zap):
@@ -218,10 +250,26 @@ class WireServer:
             worked = True
         if has_input(socket):
             self._receive(socket)
-            if self._burst_ended is not None:
-                self._burst_ended()
             worked = True
-        return self._flush(socket) or worked
+        return worked
+
+    def _hand_over(self) -> bool:
+        """Tell the handler that a burst has ended, off the socket. False where another thread has
+        taken over meanwhile: then this one touches nothing any more."""
+        if self._burst_ended is None:
+            return True
+        me = threading.current_thread()
+        # Only this thread sets it, and only a second one, under the lock, takes it away: there is
+        # nothing to guard against here.
+        self._held_since_s = time.monotonic()
+        try:
+            self._burst_ended()
+        finally:
+            with self._lock:
+                mine = self._thread is me
+                if mine:
+                    self._held_since_s = None
+        return mine
 
     def _drain_pipe(self) -> None:
         with contextlib.suppress(BlockingIOError):

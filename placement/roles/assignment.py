@@ -22,7 +22,7 @@ touches nothing shared.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -74,12 +74,22 @@ class Part:
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerReplicas:
     """Replicas of one layer that may be used, indexed for splitting; slot and tag by replica of
-    `compiled`.
+    `compiled`. alone: bool [E], experts that have them on one rank only; some_alone: there are any.
     """
 
     compiled: CompiledLayer
     slot: Int32s
     tag: Int64s
+    alone: Mask = field(init=False)
+    some_alone: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alone", np.diff(self.compiled.host_ptr) < 2)
+        object.__setattr__(self, "some_alone", bool(self.alone.any()))
+
+    def any_alone(self, experts: Int32s) -> bool:
+        """Whether one of these experts could be asked of one rank only."""
+        return self.some_alone and bool(self.alone.take(experts).any())
 
 
 class TableIndex:
@@ -91,17 +101,21 @@ class TableIndex:
         self.num_ranks = max(listed, default=0) + 1
         self.incarnation = {entry.rank: entry.incarnation for entry in table.ranks}
         self.node = {entry.rank: entry.node for entry in table.ranks}
-        self._layers: dict[tuple[int, frozenset[int]], LayerReplicas] = {}
+        self.many_nodes = len(set(self.node.values())) > 1
+        self._layers: dict[tuple[int, tuple[frozenset[int], ...]], LayerReplicas] = {}
         self._complete: dict[int, bool] = {}
 
-    def layer(self, layer: int, avoid: frozenset[int] = frozenset()) -> LayerReplicas:
-        """Replicas of a layer, without those on avoided ranks unless an expert has no other."""
-        found = self._layers.get((layer, avoid))
+    def layer(self, layer: int, *avoid: frozenset[int]) -> LayerReplicas:
+        """Replicas of a layer, without those on avoided ranks unless an expert has no other. Of
+        several sets each is worse than the one before: an expert with none but avoided replicas
+        keeps those on the least bad ranks."""
+        key = (layer, avoid if any(avoid) else ())
+        found = self._layers.get(key)
         if found is None:
-            found = self._compile(layer, avoid)
+            found = self._compile(*key)
             if len(self._layers) >= COMPILED_MAX:
                 del self._layers[next(iter(self._layers))]
-            self._layers[layer, avoid] = found
+            self._layers[key] = found
         return found
 
     def complete(self, layer: int) -> bool:
@@ -120,7 +134,7 @@ class TableIndex:
         empty = ptr[base + experts + 1] == ptr[base + experts]
         return [int(expert) for expert in experts[empty]]
 
-    def _compile(self, layer: int, avoid: frozenset[int]) -> LayerReplicas:
+    def _compile(self, layer: int, avoid: tuple[frozenset[int], ...]) -> LayerReplicas:
         table = self.table
         base = layer * table.num_experts
         ptr = table.replica_ptr[base : base + table.num_experts + 1].astype(np.int64)
@@ -128,10 +142,13 @@ class TableIndex:
         expert = np.repeat(np.arange(table.num_experts, dtype=np.int64), np.diff(ptr))
         rank = table.replica_rank[low:high].astype(np.int64)
         if avoid:
-            good = ~np.isin(rank, np.fromiter(avoid, np.int64, len(avoid)))
-            has_good = np.bincount(expert[good], minlength=table.num_experts) > 0
+            badness = np.zeros(rank.shape[0], np.int64)
+            for level, ranks in enumerate(avoid, 1):
+                badness[np.isin(rank, np.fromiter(ranks, np.int64, len(ranks)))] = level
+            best = np.full(table.num_experts, len(avoid), np.int64)
+            np.minimum.at(best, expert, badness)
             # -1 is an empty slot to the splitter.
-            expert = np.where(good | ~has_good[expert], expert, -1)
+            expert = np.where(badness == best[expert], expert, -1)
         compiled = compile_layer(expert, rank, table.num_experts, self.num_ranks)
         at = low + compiled.replica_slot
         return LayerReplicas(compiled, table.replica_slot[at], table.replica_tag[at])

@@ -44,6 +44,11 @@ class Ended(IntEnum):
     STALE = 1
     REFUSED = 2
     LOST = 3
+    """The connection broke, or the answer was malformed."""
+    FAILED = 4
+    """The shard said that it could not compute."""
+    SILENT = 5
+    """It did not answer in the time it was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class SubCallState:
     """One sub-call on its way.
 
     position: int64 [R], index of its rows in the rows of its call. pair_row: int32 [P], row of each
-    of its pairs. work_pairs: what they cost, in pairs.
+    of its pairs. num_pairs: P. work_pairs: what they cost, in pairs.
     """
 
     sub_id: int
@@ -90,14 +95,14 @@ class SubCallState:
     sent_at_s: float
     position: npt.NDArray[np.int64]
     pair_row: Int32s
+    num_pairs: int
     work_pairs: float
+    timeout_s: float = 0.0
+    """Longest wait for its answer."""
+    patience_s: float = 0.0
+    """Silence for less than this says nothing of the shard."""
     served: Mask | None = None
     partial: npt.NDArray[Any] | None = None
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs it asks for."""
-        return int(self.pair_row.shape[0])
 
     @property
     def brought(self) -> bool:
@@ -151,7 +156,7 @@ class Call:
 @dataclass(slots=True, eq=False)
 class OpenRequest:
     """A request with its open calls and what was added so far. ids int32 [T, k], valid uint8 [T,
-    k].
+    k]. left_pairs: valid pairs that were not added yet.
     """
 
     key: int
@@ -160,6 +165,7 @@ class OpenRequest:
     valid: Bytes
     deadline_at_s: float
     weights_version: str
+    left_pairs: int
     open_calls: set[int] = field(default_factory=set)
     added: list[Contribution] = field(default_factory=list)
 
@@ -235,6 +241,7 @@ class CallBook:
                 sent_at_s=at_s,
                 position=_positions(call.row_id, part.row_id),
                 pair_row=part.pair_row,
+                num_pairs=part.num_pairs,
                 work_pairs=part.work_pairs,
             )
             subs.append(sub)
@@ -261,9 +268,14 @@ class CallBook:
         why = Ended.STALE if bool(np.any(row_status == Ended.STALE)) else Ended.REFUSED
         return self._end(sub, served, why, at_s)
 
-    def lose(self, sub: SubCallState, at_s: float) -> Settled:
+    def lose(self, sub: SubCallState, at_s: float, why: Ended = Ended.LOST) -> Settled:
         """No answer will come (or a late one is not waited for): none of its rows was served."""
-        return self._end(sub, np.zeros(sub.position.shape[0], np.bool_), Ended.LOST, at_s)
+        return self._end(sub, np.zeros(sub.position.shape[0], np.bool_), why, at_s)
+
+    def drop_call(self, call: Call) -> None:
+        """Give an open call up; its request cannot finish any more."""
+        self.requests[call.request_key].open_calls.discard(call.call_id)
+        del self.calls[call.call_id]
 
     def close_request(self, key: int) -> OpenRequest | None:
         """Forget a request and its open calls; sub-calls still on their way become late."""
@@ -308,6 +320,7 @@ class CallBook:
                 self.dropped_replies += sum(sub.brought for sub in cover.subs)
         request.open_calls.discard(call.call_id)
         del self.calls[call.call_id]
+        request.left_pairs -= int(np.count_nonzero(call.pairs[~left]))
         if not left.any():
             return Settled(closed=call)
         reopened = self.open_call(
@@ -331,6 +344,7 @@ class CallBook:
         )
         request.open_calls.discard(call.call_id)
         del self.calls[call.call_id]
+        request.left_pairs -= sub.num_pairs
         return Settled(closed=call)
 
     def _add(self, request: OpenRequest, call: Call, sub: SubCallState, taken: Mask) -> None:

@@ -5,11 +5,11 @@ Backlog of a rank, in seconds = what it last reported + what this router sent si
 since: work drains at one second a second. Reports are ordered by their sequence number; an older
 one changes nothing. Seconds become pairs, the unit of the splitter, by the seconds a pair of work
 took in replies (a moving mean). *Work* is told in `assignment`: where reading experts takes longer
-than computing pairs, it counts as the pairs that would take as long.
+than computing pairs, it counts as the pairs that would take as long. A rank that refused because it
+is busy counts as busy for at least a moment, whatever it reports.
 
-A rank is *avoided* while it is suspect (its connection is broken) or ejected. Ejection counts only
-faults of the shard in a row: lost connections, silence and malformed answers. STALE and REFUSED are
-no faults, and neither is a bad request.
+A rank is *unreachable* while its connection is broken or the controller suspects it, and *ejected*
+as `rank_ejection` says. Both are avoided where another replica exists.
 
 Responsible for these figures. Must never decide where a pair goes. Called by
 `placement.roles.router`.
@@ -17,12 +17,18 @@ Responsible for these figures. Must never decide where a pair goes. Called by
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from placement.roles.rank_ejection import EjectionRules, Ejections
+
 _MEAN_WEIGHT = 0.2
+_BUSY_S = 0.05
+"""Backlog of a rank that has just refused work as too much."""
+_NOBODY: frozenset[int] = frozenset()
 _PAIRS_MAX = float(1 << 40)
 """Bound of a backlog in pairs, so that no figure a shard sends leaves the splitter's range."""
 
@@ -37,9 +43,6 @@ class RankState:
     backlog_at_s: float = 0.0
     pair_s: float = 0.0
     """Seconds a pair of work, mean over replies; 0 = not known yet."""
-    faults_in_row: int = 0
-    ejections: int = 0
-    ejected_until_s: float = 0.0
     suspect: str = ""
     """Why the connection is not to be used, "" where it is fine."""
 
@@ -48,13 +51,21 @@ class RankBook:
     """States of all ranks of the newest table. Times in seconds of the caller's clock."""
 
     def __init__(
-        self, *, faults_to_eject: int, eject_s: float, eject_max_s: float, eject_share: float
+        self,
+        *,
+        faults_to_eject: int,
+        eject_s: float,
+        eject_max_s: float,
+        eject_share: float,
+        slowness: tuple[float, ...] = (),
     ) -> None:
-        self._faults_to_eject = faults_to_eject
-        self._eject_s = eject_s
-        self._eject_max_s = eject_max_s
-        self._eject_share = eject_share
+        rules = EjectionRules(faults_to_eject, eject_s, eject_max_s, eject_share)
+        self.ejections = Ejections(rules, slowness)
+        self.version = 0
+        """Grows whenever a rank becomes reachable again, or may have."""
         self._ranks: dict[int, RankState] = {}
+        self._told: frozenset[int] = _NOBODY
+        self._unreachable: frozenset[int] = _NOBODY
 
     def follow(self, incarnations: dict[int, int]) -> None:
         """Know exactly these ranks; a new incarnation starts without a past."""
@@ -64,6 +75,13 @@ class RankBook:
             else RankState(incarnation)
             for rank, incarnation in incarnations.items()
         }
+        self.ejections.follow(incarnations)
+        self._mark()
+
+    def told(self, ranks: Iterable[int]) -> None:
+        """The controller suspects exactly these."""
+        self._told = frozenset(ranks)
+        self._mark()
 
     def sent(self, rank: int, work_pairs: float, at_s: float) -> None:
         """A sub-call of so much work leaves for the rank."""
@@ -82,12 +100,34 @@ class RankBook:
         state = self._state(rank, incarnation)
         if state is None:
             return
-        state.faults_in_row = 0
-        state.suspect = ""
+        if state.suspect:
+            state.suspect = ""
+            self._mark()
         if seq > state.backlog_seq:
             state.backlog_seq = seq
             state.backlog_s = backlog_s if 0.0 <= backlog_s < float("inf") else 0.0
             state.backlog_at_s = at_s
+
+    def served(
+        self, rank: int, incarnation: int, took_s: float, work_pairs: float, at_s: float
+    ) -> None:
+        """It served a sub-call, in `took_s` without the time in its queue: its faults are
+        forgiven."""
+        if self._state(rank, incarnation) is not None:
+            self.ejections.served(rank, took_s, work_pairs, at_s)
+
+    def unanswered(
+        self, rank: int, incarnation: int, took_s: float, work_pairs: float, at_s: float
+    ) -> None:
+        """It had not answered for longer than is usual when the wait ended."""
+        if self._state(rank, incarnation) is not None:
+            self.ejections.unanswered(rank, took_s, work_pairs, at_s)
+
+    def busy(self, rank: int, incarnation: int, at_s: float) -> None:
+        """It refused a sub-call for now: that is no fault, but others are to be asked first."""
+        state = self._state(rank, incarnation)
+        if state is not None and self.backlog_s(rank, at_s) < _BUSY_S:
+            state.backlog_s, state.backlog_at_s = _BUSY_S, at_s
 
     def computed(self, rank: int, incarnation: int, work_pairs: float, compute_s: float) -> None:
         """Learn the seconds a pair of work takes on the rank."""
@@ -99,44 +139,36 @@ class RankBook:
         state.pair_s = pair_s if known == 0.0 else known + _MEAN_WEIGHT * (pair_s - known)
 
     def fault(self, rank: int, incarnation: int, at_s: float) -> None:
-        """The shard itself failed a sub-call: after enough in a row it is ejected, longer each
-        time.
-        """
-        state = self._state(rank, incarnation)
-        if state is None:
-            return
-        state.faults_in_row += 1
-        if state.faults_in_row < self._faults_to_eject or at_s < state.ejected_until_s:
-            return
-        ejected = sum(other.ejected_until_s > at_s for other in self._ranks.values())
-        if ejected + 1 > max(1.0, self._eject_share * len(self._ranks)):
-            return
-        state.ejections += 1
-        state.faults_in_row = 0
-        state.ejected_until_s = at_s + min(self._eject_max_s, self._eject_s * state.ejections)
+        """The shard itself failed a sub-call."""
+        if self._state(rank, incarnation) is not None:
+            self.ejections.fault(rank, at_s)
 
     def connection(self, rank: int, incarnation: int, fault: str) -> None:
         """The connection broke (`fault` says how) or is fine ("")."""
         state = self._state(rank, incarnation)
-        if state is not None:
+        if state is not None and state.suspect != fault:
             state.suspect = fault
+            self._mark()
+
+    @property
+    def unreachable(self) -> frozenset[int]:
+        """Ranks whose connection is broken, or that the controller suspects."""
+        return self._unreachable
 
     def avoided(self, at_s: float) -> frozenset[int]:
         """Ranks to leave alone now where another replica exists."""
-        return frozenset(
-            rank
-            for rank, state in self._ranks.items()
-            if state.suspect or state.ejected_until_s > at_s
-        )
+        return self._unreachable | self.ejections.out(at_s)
 
     def suspects(self, at_s: float) -> tuple[tuple[int, int, str], ...]:
-        """(rank, incarnation, why) of every avoided rank, by rank."""
+        """(rank, incarnation, why) of every rank this router avoids by its own judgement, by rank.
+        What the controller suspects is no news to it."""
+        out = self.ejections.out(at_s)
         found = []
         for rank, state in sorted(self._ranks.items()):
             if state.suspect:
                 found.append((rank, state.incarnation, state.suspect))
-            elif state.ejected_until_s > at_s:
-                found.append((rank, state.incarnation, "ejected after failures in a row"))
+            elif rank in out:
+                found.append((rank, state.incarnation, self.ejections.why(rank)))
         return tuple(found)
 
     def backlog_s(self, rank: int, at_s: float) -> float:
@@ -158,6 +190,11 @@ class RankBook:
         for rank in self._ranks:
             pairs[rank] = round(min(_PAIRS_MAX, self.backlog_s(rank, at_s) / pair_s))
         return pairs
+
+    def _mark(self) -> None:
+        broken = {rank for rank, state in self._ranks.items() if state.suspect}
+        self._unreachable = frozenset(broken | (self._told & self._ranks.keys()))
+        self.version += 1
 
     def _pair_s(self, state: RankState) -> float:
         if state.pair_s > 0.0:

@@ -6,26 +6,22 @@ back: it runs a `PlanJob` (pure, anywhere), commits it, sends each `Dispatch`, r
 the loss, and asks `take_retries` after each event. Every number in flight is kept by table, so that
 `quiesced_epoch` can be acknowledged.
 
-Responsible for table acceptance, exactly-once calls (`calls`), retry budget, hedging, avoidance
-(`rank_state`) and backlog. Must never wait, send or read a clock. Called by `moe_serve.router` and
-the simulator.
+Responsible for table acceptance and for joining the rules: exactly-once calls (`calls`), when to
+send again (`router_retries`, `router_hedges`) and to whom (`router_covers`), avoidance and backlog
+(`rank_state`). Must never wait, send or read a clock. Called by `moe_serve.router` and the
+simulator.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from placement.roles.assignment import (
-    Bytes,
-    Int32s,
-    LayerReplicas,
-    Part,
-    TableIndex,
-)
+from placement.roles.assignment import Bytes, Int32s, LayerReplicas, Part, TableIndex
 from placement.roles.calls import (
     Call,
     CallBook,
@@ -37,6 +33,7 @@ from placement.roles.calls import (
     SubCallState,
 )
 from placement.roles.rank_state import RankBook
+from placement.roles.router_covers import experts_of, failed_by, missing, out_of_reach, same_nodes
 from placement.roles.router_records import (
     Acceptance,
     Dispatch,
@@ -47,7 +44,12 @@ from placement.roles.router_records import (
     RouterRules,
     Step,
 )
+from placement.roles.router_second_tries import SecondTries
+from placement.roles.router_waits import waits
 from placement.routing import RoutingTable
+
+_NOTICED_S = 0.1
+"""A timeout noticed later than this was slept through."""
 
 
 class RouterRole:
@@ -77,13 +79,16 @@ class RouterRole:
             eject_s=rules.eject_s,
             eject_max_s=rules.eject_max_s,
             eject_share=rules.eject_share,
+            slowness=rules.rank_slowness,
         )
         self._in_flight: Counter[tuple[int, int]] = Counter()
         """Jobs and sub-calls by (term, epoch) of their table."""
         self._batches = 0
-        self._waiting: deque[int] = deque()
-        self._retrying: set[int] = set()
-        self._hedged: set[int] = set()
+        self._tries = SecondTries(rules, self._book, self._ranks)
+        self._pending = self._tries.queue.pending
+        self._latencies = self._tries.hedges.latencies
+        self._now_s = 0.0
+        """Newest time seen: `take_retries` may be asked without one."""
 
     # ------------------------------------------------------------------------------- tables
 
@@ -115,7 +120,7 @@ class RouterRole:
         self.highest_term = table.term
         if not table.is_newer(self.table):
             return Acceptance.KNOWN
-        self._index = TableIndex(table)
+        self._index = self._tries.index = TableIndex(table)
         self._ranks.follow(self._index.incarnation)
         return Acceptance.APPLIED
 
@@ -131,9 +136,18 @@ class RouterRole:
         """Connection of a rank broke (`fault` says how) or is fine (\"\")."""
         self._ranks.connection(rank, incarnation, fault)
 
+    def told_suspects(self, ranks: Iterable[int]) -> None:
+        """The controller suspects exactly these ranks: they are used where nothing else is left."""
+        self._ranks.told(ranks)
+
     def suspects(self, at_s: float) -> tuple[tuple[int, int, str], ...]:
-        """(rank, incarnation, why) of the ranks avoided now."""
+        """(rank, incarnation, why) of the ranks avoided now by this router's own judgement."""
         return self._ranks.suspects(at_s)
+
+    @property
+    def ejections(self) -> int:
+        """Times a shard was ejected."""
+        return self._ranks.ejections.count
 
     # ------------------------------------------------------------------------------- requests
 
@@ -146,15 +160,16 @@ class RouterRole:
         index = self._index
         if index is None:
             return Failure(FailureKind.NO_TABLE, "no routing table yet")
-        failure = self._missing(index, layer, ids[valid != 0])
+        failure = missing(index, layer, ids[valid != 0])
         if failure is not None:
             return failure
-        version = index.table.weights_version
-        request = OpenRequest(key, layer, ids, valid, deadline_at_s, version)
+        version, pairs = index.table.weights_version, int(np.count_nonzero(valid))
+        request = OpenRequest(key, layer, ids, valid, deadline_at_s, version, pairs)
         self._book.requests[key] = request
         # Only rows with a pair: the others are zero without anybody's help.
         rows = np.flatnonzero(valid.any(axis=1)).astype(np.int32)
-        replicas = index.layer(layer, self._ranks.avoided(at_s))
+        ejected = self._ranks.ejections.out(at_s, trial=True)
+        replicas = index.layer(layer, ejected, self._ranks.unreachable)
         return self._job(request, None, Cause.FIRST, index, replicas, rows, valid[rows], at_s)
 
     def plan_cover(self, call_id: int, cause: Cause, at_s: float) -> PlanJob | Failure | None:
@@ -170,23 +185,29 @@ class RouterRole:
         assert index is not None, "calls are opened under a table"
         if index.table.weights_version != request.weights_version:
             return Failure(FailureKind.WEIGHTS_CHANGED, "the model's weights changed meanwhile")
-        avoid = self._ranks.avoided(at_s) | _avoided_by(call, index)
-        ids = request.ids[call.row_id]
-        failure = self._missing(index, request.layer, ids[call.pairs != 0])
+        failure = missing(index, request.layer, request.ids[call.row_id][call.pairs != 0])
         if failure is not None:
             return failure
+        avoid = [
+            self._ranks.ejections.out(at_s),
+            failed_by(call, index),
+            self._ranks.unreachable,
+        ]
         if cause is Cause.HEDGE:
-            # Counted from here on: while its split is computed it is not due a second time, and one
-            # that finds no other node is not looked at again.
-            self._hedged.add(call_id)
-            avoid |= _same_nodes(call, index)
-            if not _reachable(index, request.layer, ids[call.pairs != 0], avoid):
+            # While its split is computed it is not due a second time, and one that finds no other
+            # node is not looked at again. A hedge is no reason to use a rank that is avoided.
+            self._tries.hedged(call_id)
+            shunned = frozenset().union(*avoid, same_nodes(call, index))
+            if out_of_reach(index, request.layer, experts_of(request, call), shunned):
                 return None
-        replicas = index.layer(request.layer, avoid)
+            self._tries.hedges.spend(at_s)
+            avoid = [shunned]
+        replicas = index.layer(request.layer, *avoid)
         return self._job(request, call, cause, index, replicas, call.row_id, call.pairs, at_s)
 
     def commit(self, job: PlanJob, parts: tuple[Part, ...], at_s: float) -> tuple[Dispatch, ...]:
         """Start what a job planned. Empty where its request or call has closed meanwhile."""
+        self._now_s = at_s
         self.abandon(job)
         request = self._book.requests.get(job.request_key)
         if request is None:
@@ -195,12 +216,16 @@ class RouterRole:
         order = job.index.table.order
         sent: list[Dispatch] = []
         if job.call_id is None:
+            self._tries.called(len(parts), at_s)
+            num_pairs = 0
             for part in parts:
                 pairs = np.zeros((part.row_id.shape[0], job.ids.shape[1]), np.uint8)
                 pairs[part.pair_row, part.pair_k] = 1
                 call = self._book.open_call(request, part.row_id, pairs, at_s)
                 cover = self._book.open_cover(call, job.cause, (part,), incarnation, order, at_s)
+                num_pairs += cover.subs[0].num_pairs
                 sent.append(self._dispatch(job, request, call, cover.subs[0], part, at_s))
+            assert num_pairs == request.left_pairs, "every pair of the request is in one call"
             return tuple(sent)
         found = self._book.calls.get(job.call_id)
         if found is None:
@@ -224,26 +249,49 @@ class RouterRole:
         backlog_seq: int,
         compute_s: float,
         at_s: float,
+        queue_s: float = 0.0,
     ) -> Step:
-        """A well-formed reply came: row_status uint8 [R], partial raw [served rows, H]."""
+        """A well-formed reply came: row_status uint8 [R], partial raw [served rows, H]. queue_s:
+        time the sub-call waited in the shard."""
+        self._now_s = at_s
         sub = self._book.subs[sub_id]
         self._release(sub.order)
-        self._ranks.answered(sub.rank, sub.incarnation, backlog_seq, backlog_s, at_s)
+        ranks, rank, incarnation = self._ranks, sub.rank, sub.incarnation
+        ranks.answered(rank, incarnation, backlog_seq, backlog_s, at_s)
         served_pairs = self._count_pairs(sub, row_status)
-        served_work = sub.work_pairs * served_pairs / sub.num_pairs
-        self._ranks.computed(sub.rank, sub.incarnation, served_work, compute_s)
-        return self._settle(sub, self._book.answer(sub, row_status, partial, at_s))
+        if served_pairs:
+            work = sub.work_pairs * served_pairs / sub.num_pairs
+            ranks.computed(rank, incarnation, work, compute_s)
+            took_s = at_s - sub.sent_at_s
+            ranks.served(rank, incarnation, took_s - queue_s, work, at_s)
+            self._latencies.add(sub.num_pairs, took_s)
+        elif not np.any(row_status == Ended.STALE):
+            ranks.busy(rank, incarnation, at_s)
+        return self._settle(sub, self._book.answer(sub, row_status, partial, at_s), at_s)
 
-    def lost(self, sub_id: int, *, fault: bool, at_s: float) -> Step:
-        """No answer will come. `fault`: the shard's own (disconnect, silence, malformed reply), not
-        a cancelled request.
+    def lost(self, sub_id: int, *, fault: bool, at_s: float, why: Ended = Ended.LOST) -> Step:
+        """No answer will come, or the shard has only said why there is none. `fault`: the shard's
+        own (disconnect, silence, malformed reply, failed computing), not a cancelled request or its
+        word that it is busy. Silence counts only where it lasted, and was not our own: a router
+        that was paused notices its timeouts late.
         """
+        self._now_s = at_s
         sub = self._book.subs[sub_id]
         self._release(sub.order)
-        self.counters["lost_pairs"] += sub.num_pairs
-        if fault:
-            self._ranks.fault(sub.rank, sub.incarnation, at_s)
-        return self._settle(sub, self._book.lose(sub, at_s))
+        ranks, rank, incarnation = self._ranks, sub.rank, sub.incarnation
+        self.counters["refused_pairs" if why is Ended.REFUSED else "lost_pairs"] += sub.num_pairs
+        took_s = at_s - sub.sent_at_s
+        asleep = took_s > sub.timeout_s + _NOTICED_S
+        if fault and not (why is Ended.SILENT and (asleep or took_s < sub.patience_s)):
+            ranks.fault(rank, incarnation, at_s)
+        if why is Ended.REFUSED:
+            ranks.busy(rank, incarnation, at_s)
+        usual_s = self._latencies.of(sub.num_pairs)
+        waited = why in (Ended.LOST, Ended.SILENT) and not asleep
+        if waited and usual_s is not None and took_s > usual_s:
+            self._latencies.add(sub.num_pairs, took_s)
+            ranks.unanswered(rank, incarnation, took_s, sub.work_pairs, at_s)
+        return self._settle(sub, self._book.lose(sub, at_s, why), at_s)
 
     def close_request(self, key: int) -> tuple[Contribution, ...]:
         """End a request (finished, failed or cancelled): what to add, in the fixed order (rank,
@@ -253,43 +301,37 @@ class RouterRole:
         if request is None:
             return ()
         for call_id in request.open_calls:
-            self._forget(call_id)
-        self._waiting = deque(c for c in self._waiting if c in self._book.calls)
+            self._tries.forget(call_id)
         return tuple(sorted(request.added, key=lambda c: (c.rank, c.sub_id)))
 
-    # ------------------------------------------------------------------------------- retries,
-    # hedges
+    # ------------------------------------------------------------------------------- second tries
 
-    def take_retries(self) -> tuple[Retry, ...]:
-        """Calls whose retry may start now, as far as the budget goes; ask after every event."""
-        granted = []
-        most = max(self.rules.retries_least, int(self.rules.retry_share * len(self._book.calls)))
-        while self._waiting and len(self._retrying) < most:
-            call = self._book.calls[self._waiting.popleft()]
-            self._retrying.add(call.call_id)
-            stale = all(refusal.why is Ended.STALE for refusal in call.refused_by.values())
-            wait_s = 0.0 if stale else self.rules.retry_wait_s * call.attempt
-            granted.append(Retry(call.request_key, call.call_id, wait_s))
-        return tuple(granted)
+    def take_retries(self, at_s: float | None = None) -> tuple[Retry, ...]:
+        """Calls whose retry may start now, as far as the budget goes; ask after every event, and
+        when `wake_at_s` says so. `at_s`: None = the time of the last event."""
+        return self._tries.take_retries(self._now_s if at_s is None else at_s)
 
     def hedges_due(self, at_s: float) -> tuple[tuple[int, int], ...]:
         """(call id, request key) of calls to hedge now, oldest first.
 
         They are old enough, have one cover on its way, and stay within the share.
         """
-        after_s = self.rules.hedge_after_s
-        if after_s is None:
-            return ()
-        room = max(1, int(self.rules.hedge_share * len(self._book.calls))) - len(self._hedged)
-        due = [
-            (call.call_id, call.request_key)
-            for call in self._book.calls.values()
-            if call.running
-            and len(call.covers) == 1
-            and call.call_id not in self._hedged
-            and at_s - call.opened_at_s >= after_s
-        ]
-        return tuple(due[: max(0, room)])
+        return self._tries.hedges_due(at_s)
+
+    def overdue(self, at_s: float) -> tuple[Step, ...]:
+        """Give up the calls that waited too long for the budget or for a rank to come back: each
+        fails its request. Ask when `wake_at_s` says so."""
+        return self._tries.overdue(at_s)
+
+    def wake_at_s(self, at_s: float) -> float | None:
+        """When to ask for hedges, overdue calls and retries next, None where nothing is open that
+        time could change."""
+        return self._tries.wake_at_s(at_s)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a call waits for its retry, or for a rank to come back."""
+        return bool(self._pending)
 
     @property
     def open_calls(self) -> int:
@@ -346,14 +388,21 @@ class RouterRole:
         at_s: float,
     ) -> Dispatch:
         self._in_flight[sub.order] += 1
-        self.counters["sent_pairs"] += part.num_pairs
+        self.counters["sent_pairs"] += sub.num_pairs
         if job.cause is Cause.RETRY:
-            self.counters["retried_pairs"] += part.num_pairs
+            self.counters["retried_pairs"] += sub.num_pairs
         elif job.cause is Cause.HEDGE:
-            self.counters["hedged_pairs"] += part.num_pairs
+            self.counters["hedged_pairs"] += sub.num_pairs
         backlog_s = self._ranks.backlog_s(part.rank, at_s)
         self._ranks.sent(part.rank, part.work_pairs, at_s)
-        left_s = max(0.0, request.deadline_at_s - at_s)
+        sub.timeout_s, sub.patience_s = waits(
+            self.rules,
+            left_s=max(0.0, request.deadline_at_s - at_s),
+            backlog_s=backlog_s,
+            usual_s=self._latencies.of(sub.num_pairs),
+            last=job.cause is not Cause.HEDGE and call.attempt + 1 >= self.rules.max_attempts,
+            alone=job.replicas.any_alone(part.pair_expert),
+        )
         return Dispatch(
             sub_id=sub.sub_id,
             call_id=call.call_id,
@@ -364,24 +413,22 @@ class RouterRole:
             incarnation=sub.incarnation,
             term=job.index.table.term,
             epoch=job.index.table.epoch,
-            timeout_s=min(left_s, self.rules.attempt_timeout_s + backlog_s),
+            timeout_s=sub.timeout_s,
             part=part,
         )
 
-    def _settle(self, sub: SubCallState, settled: Settled) -> Step:
+    def _settle(self, sub: SubCallState, settled: Settled, at_s: float) -> Step:
         if settled.closed is None:
             return Step(sub.request_key)
-        self._forget(settled.closed.call_id)
-        reopened = settled.reopened
-        if reopened is None:
-            request = self._book.requests[sub.request_key]
-            return Step(sub.request_key, finished=not request.open_calls)
-        if reopened.attempt >= self.rules.max_attempts:
-            self._book.requests[sub.request_key].open_calls.discard(reopened.call_id)
-            del self._book.calls[reopened.call_id]
-            return Step(sub.request_key, failure=_gave_up(reopened))
-        self._waiting.append(reopened.call_id)
-        return Step(sub.request_key)
+        if self._tries.noted:
+            self._tries.forget(settled.closed.call_id)
+        request = self._book.requests[sub.request_key]
+        call = settled.reopened
+        if call is None:
+            finished = not request.open_calls
+            assert not finished or request.left_pairs == 0, "added once: every pair of the request"
+            return Step(sub.request_key, finished=finished)
+        return self._tries.reopened(request, call, at_s)
 
     def _count_pairs(self, sub: SubCallState, row_status: Bytes) -> int:
         """Count the pairs of a reply by what became of them; returns those served."""
@@ -394,57 +441,7 @@ class RouterRole:
         self.counters["refused_pairs"] += int(by_status[int(Ended.REFUSED)])
         return int(by_status[0])
 
-    def _missing(self, index: TableIndex, layer: int, ids: Int32s) -> Failure | None:
-        if index.complete(layer):
-            return None
-        missing = index.missing(layer, np.unique(ids).astype(np.int64))
-        if not missing:
-            return None
-        named = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-        return Failure(
-            FailureKind.NO_REPLICA, f"layer {layer} has no ready replica of expert {named}"
-        )
-
     def _release(self, order: tuple[int, int]) -> None:
         self._in_flight[order] -= 1
         if self._in_flight[order] == 0:
             del self._in_flight[order]
-
-    def _forget(self, call_id: int) -> None:
-        self._retrying.discard(call_id)
-        self._hedged.discard(call_id)
-
-
-def _avoided_by(call: Call, index: TableIndex) -> frozenset[int]:
-    """Ranks that failed this call, unless what made them fail has changed: a newer table, or a new
-    life of the shard.
-    """
-    return frozenset(
-        rank
-        for rank, refusal in call.refused_by.items()
-        if index.incarnation.get(rank) == refusal.incarnation
-        and not (refusal.why is Ended.STALE and index.table.order > refusal.order)
-    )
-
-
-def _same_nodes(call: Call, index: TableIndex) -> frozenset[int]:
-    asked = {sub.rank for cover in call.covers.values() for sub in cover.subs}
-    nodes = {index.node.get(rank) for rank in asked}
-    return frozenset(rank for rank, node in index.node.items() if rank in asked or node in nodes)
-
-
-def _reachable(index: TableIndex, layer: int, ids: Int32s, avoid: frozenset[int]) -> bool:
-    """Whether every expert has a replica off the avoided ranks."""
-    return all(
-        any(rank not in avoid for rank, _, _ in index.table.replicas(layer, int(expert)))
-        for expert in np.unique(ids)
-    )
-
-
-def _gave_up(call: Call) -> Failure:
-    named = ", ".join(
-        f"rank {rank} {refusal.why.name.lower()}"
-        for rank, refusal in sorted(call.refused_by.items())
-    )
-    rows = call.row_id.shape[0]
-    return Failure(FailureKind.ATTEMPTS, f"{rows} rows failed {call.attempt} times ({named})")

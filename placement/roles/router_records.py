@@ -40,20 +40,41 @@ class RouterRules:
     """Limits of the router's rules. Durations in seconds, shares in [0, 1]."""
 
     max_attempts: int = 3
-    """Times the same pairs may be sent, the first time included; hedges apart."""
+    """Times the same pairs may be sent, the first time included; hedges apart, and what waited for
+    a shard to come back."""
     retry_share: float = 0.2
     retries_least: int = 3
     """Retries on their way at once: at most `retry_share` of the open calls, but at least this
     many. Others wait.
     """
+    budget_window_s: float = 10.0
+    budget_least: int = 10
+    """Retries in the window: at most `retry_share` of the calls made in it, but at least this many.
+    Others wait."""
+    retry_patience_s: float = 1.0
+    """Longest wait of a call for room in the window; then its request fails. For others to end it
+    waits as long as its deadline lets it."""
     attempt_timeout_s: float = 5.0
     """Longest wait for one sub-call beyond the backlog of its rank."""
+    silence_s: float = 1.0
+    silence_factor: float = 10.0
+    """Where another replica exists, the wait is no longer than this many times the p95 of such
+    calls, and at least `silence_s`; and it leaves half of the request's time."""
+    fault_silence_s: float = 0.2
+    """Silence counts as the shard's fault beyond that many times the p95, and at least this long;
+    before a p95 is known, beyond `silence_s`."""
     retry_wait_s: float = 0.01
     """Wait before a retry that was not caused by a stale table, times its attempt."""
+    hold_margin_s: float = 0.05
+    """A call that no reachable rank can serve is held until one can, or until so little time is
+    left (or a tenth of it): then its request fails, so that the caller is still told why."""
     hedge_after_s: float | None = None
-    """Age of a call at which it is sent a second time; None = never."""
+    """Age of a call at which it is sent a second time; None = the p95 of recent calls of its
+    size."""
+    hedge_least_s: float = 0.002
+    """Never younger than this."""
     hedge_share: float = 0.05
-    """Hedged calls at once, as a share of the open calls (at least 1)."""
+    """Hedged calls in `budget_window_s`, as a share of the calls made in it; 0 = never."""
     faults_to_eject: int = 5
     eject_s: float = 30.0
     eject_max_s: float = 300.0
@@ -61,6 +82,9 @@ class RouterRules:
     """Ejection after so many faults of a shard in a row, for eject_s x times ejected, never above
     the share of ranks (at least 1).
     """
+    rank_slowness: tuple[float, ...] = ()
+    """How many times as long as the fastest device each rank's is declared to take, by rank; () =
+    all alike."""
     memory_bound_pairs: float = 0.0
     """Pairs of an expert that take as long as reading it (`placement.cost.least_crossover`); 0 =
     reading costs nothing. Batches with at most so many pairs an active expert are memory-bound.
@@ -86,6 +110,12 @@ class FailureKind(IntEnum):
     NO_REPLICA = 1
     ATTEMPTS = 2
     WEIGHTS_CHANGED = 3
+    BUSY = 4
+    """Every rank that was asked had too much to do: the caller should wait."""
+    UNREACHABLE = 5
+    """Replicas are listed, but no rank that has them could be reached in time."""
+    BUDGET = 6
+    """There was no room for one more retry: much is failing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +179,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """A call to plan again after `wait_s`."""
+    """A call to plan again after `wait_s` seconds."""
 
     request_key: int
     call_id: int
@@ -163,3 +193,5 @@ class Step:
     request_key: int
     finished: bool = False
     failure: Failure | None = None
+    held_call: int | None = None
+    """A call that waits for a rank to come back."""

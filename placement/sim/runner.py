@@ -1,7 +1,12 @@
-"""One seeded run: build a world, let it live, check every invariant over its log.
+"""One seeded run: a service, its faults, its healing, and every promise checked over its facts.
 
-Responsible for what a seed means and for the one line that replays it. Called by tests and by `make
-sim`.
+Responsible for what a run consists of, for the bound on healing, and for the one line that replays
+it. Called by tests and by whoever runs many seeds.
+
+Phases. *Safety*: faults strike for as long as the seed's list lasts; every promise must hold.
+*Healing*: everything is mended, and within HEAL_S the service must be at rest (no plan, all ranks
+there, controller, shards and routers of one mind) and in balance: at most BALANCE_SLACK below what
+the default policy reaches from nothing. *Rest*: callers stop, what is open ends.
 """
 
 from __future__ import annotations
@@ -9,145 +14,167 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from placement.config import RebalanceConfig
-from placement.replay import static_layout
-from placement.scoring import balancedness, rank_load
-from placement.sim.checkers import (
+from placement.layout import ExpertLayout
+from placement.policy import propose
+from placement.policy.base import PolicyInput
+from placement.sim.checks import (
     Checker,
     Coverage,
+    ExactlyOnce,
+    Fence,
     InvariantBroken,
+    Isolation,
+    JournalFirst,
+    LoadOnce,
     Memory,
+    Progress,
     ReleaseLast,
     TableOrder,
+    Termination,
+    check_facts,
     check_replay,
 )
-from placement.sim.log import Stepped
-from placement.sim.parts import Delays
-from placement.sim.workload import shifting_zipf
+from placement.sim.coverage import Coverage as Met
 from placement.sim.world import World
-from placement.topology import DeviceProfile, MoeSpec, RankSpec, Topology
+from placement.topology import NUM_PHASES
 
-CALM_WINDOWS = 5
-"""Windows at the end of a run in which traffic does not shift, so that balance can be reached."""
+SAFETY_MAX_S = 30.0
+HEAL_S = 60.0
+"""Simulated seconds from the last fault's end to balance, at most."""
+BALANCE_SLACK = 0.1
+LOOK_S = 0.5
+REST_S = 3.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one run. Balancedness is under the last window's demand, by our split: of the live
-    layout, and of a static one in the same slots."""
+    """Figures of one seed. events: messages and timers of the world; healed_s: simulated seconds
+    from the end of faults to rest and balance."""
 
     seed: int
-    actions: int
     events: int
+    facts: int
+    engine_events: int
+    terms: int
     epochs: int
     moves: dict[str, int]
-    moves_aborted: int
-    pairs_wanted: int
-    pairs_served: int
-    pairs_stale: int
+    requests: dict[str, int]
+    contributions: int
+    healed_s: float
     balancedness: float
-    balancedness_static: float
+    reachable: float
+    met: Met
 
 
-def small_world(seed: int, *, windows: int = 12) -> World:
-    """A world whose size, slots, traffic and delays are drawn from the seed."""
-    rng = np.random.default_rng(seed)
-    num_ranks = int(rng.integers(2, 6))
-    spec = MoeSpec(
-        model="simulated",
-        weights_version="v1",
-        num_layers=int(rng.integers(1, 4)),
-        num_experts=int(rng.integers(4, 17)),
-        top_k=2,
-        hidden_size=64,
-        intermediate_size=128,
-        expert_bytes=49_152,
-        slot_bytes=49_152,
-    )
-    staging = int(rng.integers(1, 3))
-    least = -(-spec.num_keys // num_ranks) + staging
-    profile = DeviceProfile(
-        name="simulated", flops_per_s=1e9, memory_bytes_per_s=1e9, copy_bytes_per_s=1e9
-    )
-    topology = Topology(
-        ranks=tuple(
-            RankSpec(
-                rank=r,
-                node=f"node{r // 2}",
-                failure_domain=f"node{r // 2}",
-                num_slots=least + int(rng.integers(0, 4)),
-                profile=profile.name,
-            )
-            for r in range(num_ranks)
-        ),
-        profiles=(profile,),
-    )
-    config = RebalanceConfig(staging_slots=staging, cooldown_s=2.0)
-    demand = shifting_zipf(
-        spec,
-        windows=windows,
-        tokens=int(rng.integers(200, 2000)),
-        shift_every=int(rng.integers(3, 7)),
-        exponent=float(rng.uniform(0.5, 1.5)),
-        rng=rng,
-        calm=CALM_WINDOWS,
-    )
-    delays = Delays(copy_s=float(rng.uniform(0.01, 0.5)), compute_s=float(rng.uniform(0.005, 0.2)))
-    return World(
-        spec,
-        topology,
-        config,
-        demand,
-        seed=seed,
-        num_routers=int(rng.integers(1, 4)),
-        delays=delays,
-    )
+def replay_command(seed: int) -> str:
+    """What replays a seed."""
+    return f"make sim SEEDS=1 FIRST_SEED={seed}"
 
 
-def check(world: World, *, losses_allowed: bool = False) -> None:
-    """Run every checker over the world's log. Raises InvariantBroken."""
-    checkers: list[Checker] = [
-        TableOrder(),
-        Coverage(losses_allowed=losses_allowed),
-        Memory(),
-        ReleaseLast(wait_s=world.config.budget_drain_wait_s),
-    ]
-    for entry in world.log:
-        for checker in checkers:
-            checker.take(entry)
-    ends = [start for _, start in world.segments[1:]] + [len(world.log)]
-    for (snapshot, start), end in zip(world.segments, ends, strict=True):
-        check_replay(snapshot, world.log[start:end])
-
-
-def run(seed: int, *, windows: int = 12, quiet_s: float = 10.0) -> Outcome:
-    """Live through `windows` windows and a quiet time, check, and tell.
-
-    Raises InvariantBroken with the seed and the command that replays it.
-    """
-    world = small_world(seed, windows=windows)
-    world.clock.run_until(windows * world.config.window_s + quiet_s)
+def run(seed: int) -> Outcome:
+    """Live through a seed and check everything. Whatever goes wrong, an InvariantBroken of the
+    checkers or an assertion of production code, is raised as InvariantBroken that names the seed
+    and the command that replays it."""
     try:
-        check(world)
-    except InvariantBroken as broken:
-        raise InvariantBroken(f"{broken} [seed {seed}; replay: make sim SEED={seed}]") from broken
-    return outcome_of(world, seed)
+        return _run(seed)
+    except AssertionError as broken:
+        raise InvariantBroken(
+            f"{str(broken) or type(broken).__name__} [seed {seed}; replay: {replay_command(seed)}]"
+        ) from broken
 
 
-def outcome_of(world: World, seed: int) -> Outcome:
-    """Figures of a world as it stands."""
-    state = world.engine.state
+def _run(seed: int) -> Outcome:
+    world = World(seed)
+    clock = world.stage.clock
+    while clock.now_s < SAFETY_MAX_S and not world.nemesis.done:
+        clock.run_until(clock.now_s + LOOK_S)
+    world.heal()
+    healed_from_s = clock.now_s
+    why = "nothing was looked at"
+    while why and clock.now_s < healed_from_s + HEAL_S:
+        clock.run_until(clock.now_s + LOOK_S)
+        why = world.why_not_settled() or _why_not_balanced(world)
+    if why:
+        raise InvariantBroken(f"I12: not healed {HEAL_S:g} s after the last fault: {why}")
+    healed_s = clock.now_s - healed_from_s
+    balance, best = world.balance(), reachable(world)
+    world.stop_traffic()
+    clock.run_until(clock.now_s + REST_S)
+    world.note_holdings()
+    contributions = check(world)
+    boss = world.fleet.controllers[-1]
     return Outcome(
         seed=seed,
-        actions=world.clock.actions_run,
-        events=sum(isinstance(e, Stepped) for e in world.log),
-        epochs=state.epoch,
-        moves=dict(state.moves_done),
-        moves_aborted=state.moves_aborted,
-        pairs_wanted=sum(r.wanted for r in world.routers),
-        pairs_served=sum(r.served for r in world.routers),
-        pairs_stale=sum(r.stale for r in world.routers),
-        balancedness=balancedness(rank_load(world.engine.layout(), world.last_demand())),
-        balancedness_static=balancedness(
-            rank_load(static_layout(world.spec, world.topology, world.config), world.last_demand())
+        events=clock.actions_run,
+        facts=len(world.stage.recorder.facts),
+        engine_events=sum(len(c.inputs) for c in world.fleet.controllers),
+        terms=boss.term,
+        epochs=boss.engine.state.epoch,
+        moves=dict(boss.engine.state.moves_done),
+        requests=dict(world.outcomes),
+        contributions=contributions,
+        healed_s=healed_s,
+        balancedness=balance,
+        reachable=best,
+        met=world.stage.coverage,
+    )
+
+
+def checkers_of(world: World) -> tuple[list[Checker], ExactlyOnce]:
+    """One checker of each promise; the one that counts contributions is named."""
+    config = world.stage.config
+    once = ExactlyOnce()
+    return [
+        TableOrder(),
+        Coverage(),
+        Fence(),
+        once,
+        Memory(),
+        ReleaseLast(silence_s=config.router_silence_s, drain_wait_s=config.drain_wait_s),
+        JournalFirst(),
+        LoadOnce(),
+        Termination(),
+        Isolation(),
+        Progress(window_s=config.window_s),
+    ], once
+
+
+def check(world: World, *, at_rest: bool = True) -> int:
+    """Check every promise over a world's facts; the contributions that were checked. Raises
+    InvariantBroken."""
+    checkers, once = checkers_of(world)
+    check_facts(world.stage.recorder.facts, checkers, at_rest=at_rest)
+    for controller in world.fleet.controllers:
+        check_replay(controller.started_from, controller.inputs)
+    return once.contributions
+
+
+def _why_not_balanced(world: World) -> str:
+    have, best = world.balance(), reachable(world)
+    if have >= best - BALANCE_SLACK:
+        return ""
+    return f"balancedness {have:.3f}, {best:.3f} can be reached"
+
+
+def reachable(world: World) -> float:
+    """Balancedness of the layout that the default policy makes from nothing, for the traffic as it
+    really is."""
+    stage, boss = world.stage, world.fleet.controller
+    assert boss is not None, "nobody balances"
+    topology = boss.engine.topology()
+    demand = np.zeros((1, NUM_PHASES, stage.spec.num_layers, stage.spec.num_experts))
+    demand[0, 0] = world.traffic.popularity() * 1e3
+    empty = ExpertLayout.empty(
+        topology, num_layers=stage.spec.num_layers, num_experts=stage.spec.num_experts
+    )
+    layout = propose(
+        stage.config.policy,
+        PolicyInput(
+            spec=stage.spec,
+            topology=topology,
+            layout=empty,
+            scenarios=demand,
+            weights=np.ones(1),
+            staging_slots=stage.config.staging_slots,
         ),
     )
+    return world.balance_of(layout)

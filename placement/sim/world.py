@@ -1,352 +1,268 @@
-"""A world in one thread: the production engine and roles, virtual time, seeded delays.
+"""A service in one thread: production engine and roles on a virtual clock, callers, faults.
 
-Responsible for driving the engine exactly as a controller does and for logging what happens. Holds
-no rule of placement. Called by the runner and by tests, which may ask for things as an operator
-would.
+Responsible for what a seed means, for traffic, and for telling whether all is well. Holds no rule
+of placement. Called by the runner and by tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter, deque
 from functools import partial
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from placement.config import RebalanceConfig
-from placement.engine import EngineSnapshot, RebalanceEngine, compute_target
-from placement.load import DemandReport, LoadFolder
-from placement.messages import events as ev
-from placement.messages.effects import (
-    Answer,
-    AnyCommand,
-    ComputeTarget,
-    PublishTable,
-    ReplaceRank,
-    ReplaceRouter,
-    WakeAt,
-)
-from placement.messages.records import DecisionRecord
-from placement.roles.shard import ShardSlots
-from placement.routing import RankAddress, RoutingTable
+from placement.engine.state import RankStatus
+from placement.layout import ExpertLayout
+from placement.messages.history import Recorder
+from placement.roles.router_records import RouterRules
+from placement.scoring import balancedness, rank_load
 from placement.sim.clock import VirtualClock
-from placement.sim.log import Entry, Published, RouterTold, Stepped
-from placement.sim.parts import Delays, SimRouter, SimShard
-from placement.topology import MoeSpec, Phase, Topology
+from placement.sim.controller import SimController
+from placement.sim.coverage import Coverage
+from placement.sim.dice import Dice
+from placement.sim.fleet import Fleet
+from placement.sim.harm import Flow, Harm
+from placement.sim.nemesis import Nemesis, aims_of
+from placement.sim.network import Network, Part
+from placement.sim.operators import Operators
+from placement.sim.stage import Delays, Stage
+from placement.sim.traffic import Traffic
+from placement.topology import DeviceProfile, MoeSpec, RankSpec, Topology
 
-REPLACE_S = 1.0
-"""Seconds until a lost rank's replacement joins."""
+FAULTS = 10
+"""Faults a seed brings about, apart from those that lead up to them."""
+FIRST_FAULT_S = 2.0
+NODE_RANKS = 2
 
 
 class World:
-    """All parts of one service. `demand` int64 [windows, layers, experts]: pairs asked for in each
-    window."""
+    """A service drawn from a seed. `faults`: how many befall it."""
 
-    def __init__(
-        self,
-        spec: MoeSpec,
-        topology: Topology,
-        config: RebalanceConfig,
-        demand: npt.NDArray[np.int64],
-        *,
-        seed: int,
-        num_routers: int = 2,
-        delays: Delays | None = None,
-    ) -> None:
-        self.spec, self.topology, self.config = spec, topology, config
-        self.delays = delays or Delays()
-        self.rng = np.random.default_rng(seed)
-        self.clock = VirtualClock(self.rng)
-        self.log: list[Entry] = []
-        self.records: list[DecisionRecord] = []
-        self.answers: dict[int, Answer] = {}
-        self.shards: dict[int, SimShard] = {}
-        self.routers = [SimRouter(f"router{i}") for i in range(num_routers)]
-        self.engine = RebalanceEngine(spec, topology, config, term=1, first_epoch=1, start_s=0.0)
-        self.segments: list[tuple[EngineSnapshot, int]] = [(self.engine.snapshot(), 0)]
-        self.table: RoutingTable | None = None
-        self._demand = demand
-        self._wake_at_s = -1.0
-        self._told: dict[str, tuple[int, int]] = {}
-        self._folder = LoadFolder(
-            num_layers=spec.num_layers,
-            num_experts=spec.num_experts,
-            num_ranks=topology.num_ranks,
-            window_s=config.window_s,
-            sub_windows=config.sub_windows,
-            start_s=0.0,
+    def __init__(self, seed: int, *, faults: int = FAULTS) -> None:
+        dice = Dice(seed)
+        clock = VirtualClock(Dice(seed, 1))
+        spec = _spec(dice)
+        config = _config(dice)
+        topology, self.start_ranks = _topology(dice, spec, config)
+        delays = Delays(
+            copy_s=dice.between(0.01, 0.15),
+            compute_s=dice.between(0.004, 0.02),
+            plan_s=dice.between(0.005, 0.05),
         )
-        self._start()
-
-    # -- driving the engine ----------------------------------------------------------------------
-
-    def feed(self, event: ev.AnyEvent) -> None:
-        """Give the engine an event, stamped with the present time, and carry out what it asks
-        for."""
-        event = msgspec.structs.replace(event, at_s=self.clock.now_s)
-        effects = self.engine.step(event)
-        self.log.append(Stepped(at_s=self.clock.now_s, event=event, effects=effects))
-        self.records.extend(effects.records)
-        for command in effects.commands:
-            self._carry_out(command)
-
-    def _carry_out(self, command: AnyCommand) -> None:
-        match command:
-            case ComputeTarget():
-                self.clock.after(self.delays.plan_s, lambda: self._compute(command))
-            case PublishTable():
-                self._publish(command.table)
-            case WakeAt():
-                self._wake_at_s = command.at_s
-                self.clock.at(command.at_s, lambda: self._wake(command.at_s))
-            case Answer():
-                self.answers[command.request_id] = command
-            case ReplaceRank():
-                self.clock.after(REPLACE_S, lambda: self._replace(command))
-            case ReplaceRouter():
-                raise AssertionError("routers do not die in a world without faults")
-            case _:
-                shard = self.shards.get(command.rank)
-                if shard is not None and shard.slots.incarnation == command.incarnation:
-                    shard.take(self.engine.state.term, command)
-
-    def _compute(self, command: ComputeTarget) -> None:
-        self.feed(compute_target(command, self.config))
-
-    def _wake(self, at_s: float) -> None:
-        if at_s == self._wake_at_s:
-            self.feed(ev.TimerFired(at_s=at_s))
-
-    def _publish(self, table: RoutingTable) -> None:
-        self.table = table
-        verified = [
-            slot
-            for shard in self.shards.values()
-            if shard.alive
-            for slot in shard.verified_slots(self.spec.num_experts)
-        ]
-        listed = frozenset(
-            (layer * self.spec.num_experts + expert, *replica)
-            for layer in range(self.spec.num_layers)
-            for expert in range(self.spec.num_experts)
-            for replica in table.replicas(layer, expert)
+        self.stage = Stage(
+            spec=spec,
+            topology=topology,
+            config=config,
+            delays=delays,
+            clock=clock,
+            network=Network(clock, Dice(seed, 2), delays.network_s),
+            dice=dice,
+            recorder=Recorder(),
+            coverage=Coverage(),
+            marks=dice.rng.integers(1, 1 << 63, spec.num_keys, dtype=np.uint64) | np.uint64(1),
         )
-        self.log.append(
-            Published(
-                at_s=self.clock.now_s,
-                term=table.term,
-                epoch=table.epoch,
-                num_keys=self.spec.num_keys,
-                listed=listed,
-                verified=frozenset(verified),
-            )
+        rules = RouterRules(
+            attempt_timeout_s=0.3,
+            eject_s=0.5,
+            eject_max_s=2.0,
+            faults_to_eject=3,
+            silence_s=0.2,
+            fault_silence_s=0.05,
+            retry_patience_s=0.3,
+            budget_window_s=2.0,
+            budget_least=3,
+            hedge_share=0.05 if dice.chance(0.7) else 0.0,
         )
-        for router in self.routers:
-            self.clock.after(self._hop_s(), partial(router.install, table))
-        for shard in self.shards.values():
-            self.clock.after(self._hop_s(), partial(shard.install, table))
-
-    def forget_told(self, router: SimRouter) -> None:
-        """The router registers anew: what it told an earlier controller is told again."""
-        self._told.pop(router.name, None)
-
-    def _hop_s(self) -> float:
-        return self.delays.network_s * float(self.rng.uniform(0.5, 1.5))
-
-    def last_demand(self) -> npt.NDArray[np.int64]:
-        """Pairs of the last window: [layers, experts]."""
-        last: npt.NDArray[np.int64] = self._demand[-1]
-        return last
-
-    # -- parts come and go -----------------------------------------------------------------------
-
-    def _start(self) -> None:
-        for spec in self.topology.ranks:
-            self.clock.after(float(self.rng.uniform(0.0, 0.5)), partial(self._join, spec.rank, 1))
-        for router in self.routers:
-            self.clock.after(float(self.rng.uniform(0.0, 0.5)), partial(self._router_joins, router))
-        for part in range(len(self._demand) * self.config.sub_windows):
-            at_s = (part + 0.5) * self.config.window_s / self.config.sub_windows
-            self.clock.at(at_s, partial(self._traffic, part))
-        for window in range(1, len(self._demand) + 1):
-            self.clock.at(window * self.config.window_s, self._close_window)
-
-    def _join(self, rank: int, incarnation: int) -> None:
-        spec = self.topology.ranks[rank]
-        slots = ShardSlots(
-            rank=rank,
-            incarnation=incarnation,
-            num_slots=spec.num_slots,
-            slot_bytes=self.spec.slot_bytes,
-            weights_version=self.spec.weights_version,
+        self.flow = Flow()
+        self.traffic = Traffic(
+            spec,
+            Dice(seed, 3),
+            exponent=dice.between(0.6, 1.4),
+            rows_max=12,
+            deadline_s=delays.deadline_s,
         )
-        self.shards[rank] = SimShard(
-            slots,
-            self.clock,
-            self.rng,
-            self.delays,
-            self.feed,
-            self.log.append,
-            self.shards,
-            self.spec.expert_bytes,
+        self.rate = dice.between(25.0, 40.0)
+        self.outcomes: Counter[str] = Counter()
+        self.fleet = Fleet(
+            self.stage,
+            rules,
+            2 + dice.below(2),
+            self._stepped,
+            start_ranks=self.start_ranks,
         )
-        self.feed(
-            ev.RankJoined(
-                at_s=0.0,
-                rank=rank,
-                node=spec.node,
-                failure_domain=spec.failure_domain,
-                profile=spec.profile,
-                num_slots=spec.num_slots,
-                address=RankAddress(
-                    rank=rank,
-                    node=spec.node,
-                    address=f"sim://{rank}/{incarnation}",
-                    incarnation=incarnation,
-                ),
-            )
-        )
+        self.harm = Harm(self.stage, self.fleet, self.traffic, self.flow)
+        self.nemesis = Nemesis(self.harm, deque(aims_of(seed, faults) if faults else ()))
+        self.operators = Operators(self.stage, self.harm)
+        self._client = Part("client", 0, clock)
+        self._arrivals = Dice(seed, 4)
+        self._open = True
+        self.fleet.start()
+        clock.after(0.0, self._arrive)
+        if faults:
+            clock.after(FIRST_FAULT_S, self.nemesis.begin)
+            clock.after(FIRST_FAULT_S, self._interrupt)
 
-    def lose_rank(self, rank: int) -> None:
-        """The rank's shard is gone, now."""
-        shard = self.shards[rank]
-        shard.alive = False
-        self.feed(
-            ev.RankLost(
-                at_s=0.0,
-                rank=rank,
-                incarnation=shard.slots.incarnation,
-                reason="killed by the test",
-            )
-        )
+    def _stepped(self, controller: SimController, effects: object) -> None:
+        self.nemesis.stepped(controller, effects)  # type: ignore[arg-type]
 
-    def _replace(self, command: ReplaceRank) -> None:
-        self._join(command.rank, command.lost_incarnation + 1)
+    # -- traffic -----------------------------------------------------------------------------------
 
-    def _router_joins(self, router: SimRouter) -> None:
-        self.feed(ev.RouterJoined(at_s=0.0, router=router.name, incarnation=1))
-        if self.table is not None:
-            router.install(self.table)
-        self._report(router)
-
-    def _report(self, router: SimRouter) -> None:
-        told = (router.applied, router.quiesced)
-        before = self._told.get(router.name, (-1, -1))
-        self._told[router.name] = told
-        self.log.append(
-            RouterTold(
-                at_s=self.clock.now_s,
-                router=router.name,
-                applied=told[0],
-                quiesced=told[1],
-                installs=router.applied,
-            )
-        )
-        if told[0] > before[0]:
-            self.feed(ev.TableApplied(at_s=0.0, router=router.name, epoch=told[0]))
-        if told[1] > before[1]:
-            self.feed(ev.TableQuiesced(at_s=0.0, router=router.name, epoch=told[1]))
-        self.clock.after(
-            self.delays.report_s * float(self.rng.uniform(0.5, 1.5)), lambda: self._report(router)
-        )
-
-    # -- traffic ---------------------------------------------------------------------------------
-
-    def _traffic(self, part: int) -> None:
-        """One sub-window's share of the demand, shared among routers that have a table."""
-        window, nth = divmod(part, self.config.sub_windows)
-        whole = self._demand[window]
-        counts = (whole * (nth + 1)) // self.config.sub_windows - (
-            whole * nth
-        ) // self.config.sub_windows
-        ready = [r for r in self.routers if r.table is not None]
-        for number, router in enumerate(ready):
-            share = counts // len(ready) + (number < counts % len(ready))
-            self._dispatch(router, share)
-
-    def _dispatch(self, router: SimRouter, counts: npt.NDArray[np.int64]) -> None:
-        flat = counts.reshape(-1)
-        key = np.flatnonzero(flat).astype(np.int32) + Phase.PREFILL * self.spec.num_keys
-        report = DemandReport(
-            source=router.name,
-            incarnation=1,
-            seq=router.seq,
-            at_s=self.clock.now_s,
-            key=key.astype(np.int32),
-            pairs=flat[flat > 0],
-        )
-        router.seq += 1
-        self._folder.add_demand(report, self.clock.now_s)
-        router.wanted += int(flat.sum())
-        for layer in range(self.spec.num_layers):
-            if counts[layer].any():
-                self._call(router, layer, counts[layer])
-
-    def _call(self, router: SimRouter, layer: int, counts: npt.NDArray[np.int64]) -> None:
-        assert router.table is not None, "only routers with a table dispatch"
-        epoch, table = router.table.epoch, router.table
-        lost = np.diff(table.replica_ptr)[
-            layer * self.spec.num_experts : (layer + 1) * self.spec.num_experts
-        ]
-        counts = np.where(lost > 0, counts, 0)
-        for rank, slots, tags, pairs in router.split(
-            layer, counts, self.topology.num_ranks, router.seq
-        ):
-            shard = self.shards[rank]
-            router.in_flight[epoch] = router.in_flight.get(epoch, 0) + 1
-
-            def reply(
-                served: npt.NDArray[np.bool_],
-                slots: npt.NDArray[np.int32] = slots,
-                tags: npt.NDArray[np.int64] = tags,
-                pairs: npt.NDArray[np.int64] = pairs,
-                rank: int = rank,
-            ) -> None:
-                router.in_flight[epoch] -= 1
-                router.served += int(pairs[served].sum())
-                router.stale += int(pairs[~served].sum())
-                self._retry(
-                    router, table, layer, rank, slots[~served], tags[~served], pairs[~served]
-                )
-
-            def arrive(
-                shard: SimShard = shard,
-                slots: npt.NDArray[np.int32] = slots,
-                tags: npt.NDArray[np.int64] = tags,
-                pairs: npt.NDArray[np.int64] = pairs,
-                reply: Callable[[npt.NDArray[np.bool_]], None] = reply,
-            ) -> None:
-                if shard.alive:
-                    shard.compute(slots, tags, pairs, reply)
-                else:
-                    reply(np.zeros(len(slots), dtype=np.bool_))
-
-            self.clock.after(self._hop_s(), arrive)
-
-    def _retry(
-        self,
-        router: SimRouter,
-        table: RoutingTable,
-        layer: int,
-        rank: int,
-        slots: npt.NDArray[np.int32],
-        tags: npt.NDArray[np.int64],
-        pairs: npt.NDArray[np.int64],
-    ) -> None:
-        """Send refused pairs again under the newest table: as counts of their experts."""
-        if not len(slots):
+    def _arrive(self) -> None:
+        """One request to any router, and the next a while later."""
+        if not self._open:
             return
-        counts = np.zeros(self.spec.num_experts, dtype=np.int64)
-        low = layer * self.spec.num_experts
-        for expert in range(self.spec.num_experts):
-            for i in range(
-                int(table.replica_ptr[low + expert]), int(table.replica_ptr[low + expert + 1])
-            ):
-                if int(table.replica_rank[i]) == rank:
-                    hit = (slots == table.replica_slot[i]) & (tags == table.replica_tag[i])
-                    counts[expert] += int(pairs[hit].sum())
-        self._call(router, layer, counts)
+        request = self.traffic.draw()
+        router = self.stage.routers.get(self._arrivals.pick(self.fleet.router_names))
+        if router is None or not router.alive:
+            self.outcomes["refused connection"] += 1
+        else:
+            there = router
+            self.stage.network.send(
+                self._client, there, lambda: there.forward(request, self._answered)
+            )
+        gap_s = -np.log(1.0 - self._arrivals.unit()) / (self.rate * self.flow.factor)
+        self.stage.clock.after(float(gap_s), self._arrive)
 
-    def _close_window(self) -> None:
-        self.feed(ev.WindowClosed(at_s=0.0, window=self._folder.close(self.clock.now_s)))
+    def _answered(self, outcome: str) -> None:
+        self.outcomes[outcome] += 1
+
+    def stop_traffic(self) -> None:
+        """No more requests come."""
+        self._open = False
+
+    def _interrupt(self) -> None:
+        """Operators ask for this and that while faults last."""
+        if not self.nemesis.over:
+            self.operators.ask_something()
+            self.stage.clock.after(self.stage.dice.between(0.5, 2.0), self._interrupt)
+
+    # -- the end of faults -------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        """Mend everything, and take back what operators wanted."""
+        self.nemesis.heal()
+        self._settle_wishes()
+
+    def _settle_wishes(self) -> None:
+        """Every rank at its whole budget, none drained, automatic plans on: asked for until a
+        controller has heard it."""
+        boss, again = self.fleet.controller, partial(self._settle_wishes)
+        if boss is None or any(r.status is RankStatus.RESTORED for r in boss.engine.state.ranks):
+            self.stage.clock.after(0.2, again)
+            return
+        self.operators.take_everything_back(boss)
+        if not self.operators.content(boss):
+            self.stage.clock.after(0.5, again)
+
+    # -- is all well? ------------------------------------------------------------------------------
+
+    def why_not_settled(self) -> str:
+        """What still moves, or differs between controller, shards and routers; "" where nothing."""
+        boss = self.fleet.controller
+        if boss is None or boss.paused:
+            return "no controller"
+        state = boss.engine.state
+        if state.run is not None or state.outstanding is not None:
+            return "a plan is running or being computed"
+        for rank in state.ranks:
+            if rank.status is not RankStatus.LIVE or rank.draining or rank.wanted_slots >= 0:
+                return f"rank {rank.rank} is {rank.status}, drained {rank.drained_by}"
+        if not state.published or state.table_dirty or boss.engine.layout().missing():
+            return "not every expert is listed"
+        return self._difference(boss)
+
+    def _difference(self, boss: SimController) -> str:
+        state, spec = boss.engine.state, self.stage.spec
+        for rank in state.ranks:
+            shard = self.stage.shards[rank.rank]
+            mine = {i: (s.key, s.tag) for i, s in enumerate(rank.slots) if s.key >= 0}
+            real = {
+                r.slot: (spec.key(r.layer, r.expert), r.tag)
+                for r in shard.slots.ledger.resident()
+                if r.verified
+            }
+            if mine != real:
+                return f"rank {rank.rank} holds {real}, the controller believes {mine}"
+            if shard.slots.highest_epoch != state.epoch:
+                return f"rank {rank.rank} keeps epoch {shard.slots.highest_epoch}"
+        for name in self.fleet.router_names:
+            router = self.stage.routers.get(name)
+            if router is None or not router.alive or router.closed:
+                return f"{name} is not there"
+            if (router.role.table is None) or router.role.table.order != (state.term, state.epoch):
+                return f"{name} does not use the newest table"
+        return ""
+
+    def balance(self) -> float:
+        """Balancedness of the live layout under the present popularity, by our split."""
+        boss = self.fleet.controller
+        assert boss is not None, "nobody balances"
+        return balancedness(rank_load(boss.engine.layout(), self._demand()))
+
+    def balance_of(self, layout: ExpertLayout) -> float:
+        """The same of another layout."""
+        return balancedness(rank_load(layout, self._demand()))
+
+    def _demand(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        return self.traffic.popularity() * 1e6
+
+    def note_holdings(self) -> None:
+        """Have every router note what it holds."""
+        for router in self.stage.routers.values():
+            if router.alive:
+                router.note_holdings()
+
+
+def _spec(dice: Dice) -> MoeSpec:
+    return MoeSpec(
+        model="simulated",
+        weights_version="v1",
+        num_layers=1 + dice.below(2),
+        num_experts=4 + dice.below(7),
+        top_k=2,
+        hidden_size=64,
+        intermediate_size=128,
+        expert_bytes=49_152,
+        slot_bytes=49_152,
+    )
+
+
+def _config(dice: Dice) -> RebalanceConfig:
+    return RebalanceConfig(
+        window_s=0.5,
+        sub_windows=2,
+        floor=1 + dice.below(2),
+        staging_slots=1 + dice.below(2),
+        cooldown_s=1.0,
+        first_policy=dice.pick(("static", "incremental")),
+        balance_enough=0.95,
+        drain_wait_s=0.8,
+        budget_drain_wait_s=0.3,
+        copy_timeout_s=1.0,
+        router_silence_s=1.0,
+        rank_silence_s=1.0,
+        target_timeout_s=3.0,
+        wave_adds_per_rank=1 + dice.below(2),
+    )
+
+
+def _topology(dice: Dice, spec: MoeSpec, config: RebalanceConfig) -> tuple[Topology, int]:
+    """Ranks, of which the last may join only later; how many are there from the start."""
+    ranks = 3 + dice.below(3)
+    start = ranks - dice.below(2)
+    least = -(-spec.num_keys // (start - 1)) + config.staging_slots
+    profile = DeviceProfile(
+        name="simulated", flops_per_s=1e9, memory_bytes_per_s=1e9, copy_bytes_per_s=1e9
+    )
+    specs = [
+        RankSpec(
+            rank=rank,
+            node=f"node{rank // NODE_RANKS}",
+            failure_domain=f"node{rank // NODE_RANKS}",
+            num_slots=least + dice.below(4),
+            profile=profile.name,
+        )
+        for rank in range(ranks)
+    ]
+    return Topology(ranks=tuple(specs), profiles=(profile,)), start

@@ -58,7 +58,7 @@ def killed_config(scratch: Path, service: str) -> ServiceConfig:
         str(checkpoint),
         scratch / service,
         slots=8,
-        rebalance={"drain_wait_s": 1.0},
+        rebalance={"drain_wait_s": 1.0, "floor": 1},
         limits={"copy_bytes_per_s": COPY_BYTES_PER_S},
     )
 

@@ -178,6 +178,15 @@ async def test_an_older_or_equal_epoch_changes_nothing_and_is_no_error(rig: Rig)
 
 
 @pytest.mark.asyncio
+async def test_suspects_are_told_with_a_table_new_or_known(rig: Rig) -> None:
+    assert await rig.port.install_table(a_table(3), [], (0,)) == 3
+    assert await rig.port.install_table(a_table(3), [], (0, 99)) == 3
+    assert await rig.port.install_table(a_table(3), []) == 3
+    # What the controller suspects is no news to it.
+    assert (await rig.report(NOTHING_ACKED)).suspects == ()
+
+
+@pytest.mark.asyncio
 async def test_a_lower_term_is_refused_with_the_higher_one(rig: Rig) -> None:
     await rig.port.install_table(a_table(3, term=1), [])
     await rig.port.install_table(a_table(4, term=5), [])
@@ -211,6 +220,7 @@ async def test_a_router_that_is_gone_is_unavailable(rig: Rig) -> None:
         rig.port.describe,
         lambda: rig.port.install_table(a_table(1), []),
         lambda: rig.port.report(NOTHING_ACKED),
+        lambda: rig.port.stop(0.0),
     ]
     for call in calls:
         with pytest.raises(Unavailable, match="gone"):
@@ -250,6 +260,34 @@ async def test_what_will_not_start_says_why_as_a_typed_error(real: RealRig) -> N
     twin = RouterRemote(InProcess(RouterActor(router_settings(marker_spec(), port=port))))
     with pytest.raises(StartRefused, match=str(port)):
         await twin.start()
+
+
+@pytest.mark.asyncio
+async def test_a_router_that_is_stopped_says_so_to_health_and_serves_no_more(
+    real: RealRig,
+) -> None:
+    address = (await real.port.describe()).grpc_address
+    await real.port.stop(0.2)
+    assert (await real.port.describe()).grpc_address == address, "its part still answers"
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = dispatch_pb2_grpc.DispatchServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetModelSpec(dispatch_pb2.GetModelSpecRequest(), timeout=5.0)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.asyncio
+async def test_a_next_life_listens_where_the_last_one_did_or_anywhere(real: RealRig) -> None:
+    port = int((await real.port.describe()).grpc_address.rpartition(":")[2])
+    settings = router_settings(marker_spec())
+    beside = RouterRemote(InProcess(RouterActor(settings, last_port=port)))
+    other = await beside.start()
+    assert other.grpc_address != f"127.0.0.1:{port}", "it is taken: any other will do"
+    await real.remote.stop(0.0)
+    again = RouterRemote(InProcess(RouterActor(settings, last_port=port)))
+    assert (await again.start()).grpc_address == f"127.0.0.1:{port}"
+    for one in (beside, again):
+        await one.stop(0.0)
 
 
 @pytest.mark.asyncio

@@ -161,9 +161,13 @@ class FakeShardPort:
         return None if found is None or not self.alive else self._bytes.get(slot)
 
     async def _copy(self, command: CopyExpert, begun: Start) -> None:
-        for _ in range(10):  # in parts, so that a source may die half-way
-            await asyncio.sleep(self.cluster.copy_s / 10)
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        while True:  # in parts, so that a source may die half-way, or a hang end
+            await asyncio.sleep(min(self.cluster.copy_s / 10, 0.05))
             self._check()
+            if clock() - began_s >= self.cluster.copy_s:
+                break
         data: bytes | None = marker(self.cluster.spec.key(command.layer, command.expert))
         if command.source.rank >= 0:
             source = self.cluster.shard(command.source.rank)
@@ -219,6 +223,11 @@ class FakeRouterPort:
         self.peers: tuple[str, ...] = ()
         self.suspects: tuple[tuple[int, int, str], ...] = ()
         self.counted: dict[int, int] = {}
+        self.told_suspects: list[tuple[int, ...]] = []
+        """Each list of suspects that differs from the one told before."""
+        self.port = incarnation % 50_000
+        self.stopped_s: float | None = None
+        """Grace of the first `stop`."""
         self._term = 0
         self._seq = 0
         self._reports: list[DemandReport] = []
@@ -229,7 +238,7 @@ class FakeRouterPort:
         return RouterInfo(
             router=self.router,
             incarnation=self.incarnation,
-            grpc_address=f"127.0.0.1:{self.incarnation % 50_000}",
+            grpc_address=f"127.0.0.1:{self.port}",
             node="node0",
             pid=2000 + self.incarnation % 1000,
             highest_term=self._term,
@@ -240,12 +249,16 @@ class FakeRouterPort:
     def applied(self) -> int:
         return 0 if self.table is None else self.table.epoch
 
-    async def install_table(self, table: RoutingTable, peers: Sequence[str]) -> int:
+    async def install_table(
+        self, table: RoutingTable, peers: Sequence[str], suspects: Sequence[int] = ()
+    ) -> int:
         await self._reach()
         if table.term < self._term:
             raise StaleTerm(f"term {table.term} is over", term=self._term)
         self._term = table.term
         self.peers = tuple(peers)
+        if [tuple(suspects)] != self.told_suspects[-1:]:
+            self.told_suspects.append(tuple(suspects))
         if table.is_newer(self.table):
             self.cluster.check_table(table)
             self.table = table
@@ -279,6 +292,10 @@ class FakeRouterPort:
             suspects=self.suspects,
             counters={"requests": 1.0},
         )
+
+    async def stop(self, grace_s: float) -> None:
+        await self._reach()
+        self.stopped_s = grace_s if self.stopped_s is None else self.stopped_s
 
     async def _reach(self) -> None:
         self._check()
@@ -385,6 +402,10 @@ class FakeCluster:
         self.tables.append(table)
 
 
+def _holds_a_port(part: FakePart) -> bool:
+    return isinstance(part, FakeRouterPort) and part.alive
+
+
 class FakeFleet:
     """`ports.Fleet` of one controller over a cluster."""
 
@@ -399,9 +420,13 @@ class FakeFleet:
         self.cluster.parts[name] = part
         return part
 
-    async def create_router(self, name: str, router: str, incarnation: int) -> FakeRouterPort:
+    async def create_router(
+        self, name: str, router: str, incarnation: int, port: int = 0
+    ) -> FakeRouterPort:
         self._may_create(router, name)
         part = FakeRouterPort(self.cluster, name, router, incarnation)
+        taken = {p.port for p in self.cluster.parts.values() if _holds_a_port(p)}
+        part.port = port if port and port not in taken else part.port
         self.cluster.parts[name] = part
         return part
 

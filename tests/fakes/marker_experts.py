@@ -16,6 +16,7 @@ from moe_serve.shard.compute.base import ComputeBackend, ExpertSpec, SlotWork
 from moe_serve.shard.served_model import ServedModel
 from moe_serve.shard.settings import ShardSettings
 from moe_serve.weights.canonical import canonical_digest
+from moe_serve.weights.reading import UNINTERRUPTED, Reading
 from placement.messages.effects import (
     CopyExpert,
     CopySource,
@@ -38,23 +39,37 @@ def marker_model(
 
 
 class MarkerSource:
-    """Canonical bytes of marker experts. `read` counts; `on_read` may delay or raise."""
+    """Canonical bytes of marker experts. `read` counts; `on_read` may delay or raise, where the
+    disk would; `on_write` may do so while the bytes are written into the slot."""
 
     def __init__(
-        self, model: ServedModel, on_read: Callable[[int, int], None] = lambda _layer, _expert: None
+        self,
+        model: ServedModel,
+        on_read: Callable[[int, int], None] = lambda _layer, _expert: None,
+        on_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
         self._on_read = on_read
+        self._on_write = on_write
         self.reads = 0
 
     def canonical(self, layer: int, expert: int) -> NDArray[np.uint8]:
         value = expert + 1 + LAYER_STEP * layer
         return np.full(self._model.expert.elements, value, np.float32).view(np.uint8)
 
-    def read_into(self, layer: int, expert: int, out: memoryview) -> None:
+    def read_into(
+        self, layer: int, expert: int, out: memoryview, reading: Reading = UNINTERRUPTED
+    ) -> None:
         self.reads += 1
-        self._on_read(layer, expert)
-        out[:] = self.canonical(layer, expert).data
+        with reading.blocking():
+            self._on_read(layer, expert)
+        content = self.canonical(layer, expert)
+        step = max(1, len(content) // 8)
+        for begin in range(0, len(content), step):
+            chunk = content[begin : begin + step]
+            self._on_write()
+            out[begin : begin + len(chunk)] = chunk.data
+            reading.advance(len(chunk))
 
     def canonical_sha256(self, layer: int, expert: int) -> str:
         return canonical_digest(self.canonical(layer, expert))
@@ -72,6 +87,10 @@ class MarkerBackend:
         self.on_forward = on_forward
         self.buffers: dict[int, NDArray[np.uint8]] = {}
         self.forwards: list[int] = []
+
+    @property
+    def loaded_bytes(self) -> int:
+        return 0
 
     @staticmethod
     def derived_bytes(spec: ExpertSpec) -> int:

@@ -3,6 +3,7 @@ events, down; and every refusal of `up`, which leaves nothing running."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -140,6 +141,33 @@ def test_a_budget_falls_and_rises_and_never_below_what_is_needed(paused: Up) -> 
     finally:
         assert shell.data("budget", "0", "41slots")["num_slots"] == 41
     assert "budget" in shell.cli("events").stdout
+
+
+def test_s17_no_secret_in_a_command_line_an_environment_or_what_is_kept(service: Up) -> None:
+    """Ray's token opens everything. It stands in its file of mode 0600 and nowhere else: no
+    process was started with it, no record, journal or status holds it."""
+    shell, token_file = service.shell, Path(service.ray_token["RAY_AUTH_TOKEN_PATH"])
+    token = token_file.read_bytes().strip()
+    assert len(token) >= 32
+    assert token_file.stat().st_mode & 0o077 == 0
+
+    started = shell.processes()
+    assert len(started) > 5
+    seen = 0
+    for pid in started:
+        for what in ("cmdline", "environ"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                text = Path(f"/proc/{pid}/{what}").read_bytes()
+                seen += bool(text)
+                assert token not in text, f"{what} of {pid}"
+    assert seen > 10
+
+    kept = [path for path in shell.folder.rglob("*") if path.is_file() and path != token_file]
+    assert any(path.name.startswith("state.db") for path in kept)
+    assert [str(path) for path in kept if token in path.read_bytes()] == []
+    for command in (("status",), ("events",), ("doctor",)):
+        done = shell.cli(*command)
+        assert token.decode() not in done.stdout + done.stderr
 
 
 # -- on a running cluster --------------------------------------------------------------------------

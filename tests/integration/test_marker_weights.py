@@ -171,7 +171,7 @@ def service(deploy_service: Any, scratch: Path) -> Service:
             str(checkpoint),
             scratch / "state",
             slots=SLOTS,
-            rebalance={"drain_wait_s": 1.0},
+            rebalance={"drain_wait_s": 1.0, "floor": 1},
             limits={"copy_bytes_per_s": COPY_BYTES_PER_S},
         )
     )

@@ -147,7 +147,7 @@ def service_file(folder: Path, **changes: Any) -> str:
             "tls_ca_file": "cert.pem",
         },
         "ports": {"grpc": GRPC_PORT, "admin": ADMIN_PORT},
-        "rebalance": {"window_s": 1.0, "cooldown_s": 1.0, "drain_wait_s": 1.0},
+        "rebalance": {"window_s": 1.0, "cooldown_s": 1.0, "drain_wait_s": 1.0, "floor": 1},
         "dashboard": False,
     }
     file = folder / f"{changes.get('service', 'pair')}.yaml"

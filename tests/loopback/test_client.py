@@ -4,10 +4,11 @@ import asyncio
 import gc
 import logging
 import os
+import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import ml_dtypes
@@ -50,6 +51,14 @@ def batch(rows: int = 4, k: int = 2, seed: int = 0) -> dict[str, Any]:
         "topk_weights": rng.standard_normal((rows, k)).astype(np.float32),
         "phase": Phase.DECODE,
     }
+
+
+@contextmanager
+def dead_router() -> Iterator[str]:
+    """An address that is bound, so that nobody else gets it, and where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 def want(made: dict[str, Any]) -> np.ndarray:
@@ -350,6 +359,32 @@ async def test_three_tries_and_no_more() -> None:
         sent = [request for router in routers for request in router.requests]
         assert sorted(request.attempt for request in sent) == [0, 1, 2]
         assert max(len(router.requests) for router in routers) == 1
+
+
+@pytest.mark.asyncio
+async def test_what_a_router_answered_is_told_rather_than_that_another_is_dead() -> None:
+    with dead_router() as dead:
+        async with fake_routers(1) as (router,):
+            router.behaviour.fail = lambda _request: Unavailable("no replica of expert 3")
+            for addresses in ([dead, router.address], [router.address, dead]):
+                async with AsyncClient(addresses) as client:
+                    with pytest.raises(Unavailable) as caught:
+                        await client.forward(**batch())
+                    assert type(caught.value) is Unavailable
+                    assert caught.value.message.startswith("no replica of expert 3")
+                    assert router.address in caught.value.message
+                    assert dead in caught.value.message
+
+
+@pytest.mark.asyncio
+async def test_dead_routers_are_all_named() -> None:
+    with dead_router() as one, dead_router() as other:
+        async with AsyncClient([one, other]) as client:
+            with pytest.raises(Unavailable, match="not reached") as caught:
+                await client.forward(**batch())
+        assert type(caught.value) is Unavailable
+        assert one in caught.value.message
+        assert other in caught.value.message
 
 
 @pytest.mark.asyncio

@@ -56,6 +56,7 @@ def make_settings(folder: Path, **fields: object) -> ControllerSettings:
             cooldown_s=0.0,
             drain_wait_s=0.4,
             first_policy="incremental",
+            floor=1,
         ),
         ranks=tuple(
             ExpectedRank(rank=r, profile=PROFILE.name, num_slots=n, budget_bytes=1000 * n)

@@ -3,6 +3,7 @@ meanwhile.
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,7 +21,13 @@ from moe_serve.shard.assembly import Shard
 from placement.messages.codec import decode_as, encode
 from placement.routing import RankAddress, RoutingTable
 from tests.fake_shards import HIDDEN, marker_spec, oracle, router_settings
-from tests.fakes.marker_experts import add, marker_model, marker_shard, release
+from tests.fakes.marker_experts import (
+    MarkerBackend,
+    add,
+    marker_model,
+    marker_shard,
+    release,
+)
 
 EXPERTS, RANKS = 6, 3
 
@@ -49,6 +56,11 @@ class Cluster:
         self.steps += 1
         tag = add(self.shards[rank], slot, expert, layer=1, step_id=self.steps)
         self.held[rank, slot] = (expert, tag)
+
+    def backend(self, rank: int) -> MarkerBackend:
+        backend = self.shards[rank].core.backend
+        assert isinstance(backend, MarkerBackend)
+        return backend
 
     def empty(self, rank: int, slot: int) -> None:
         expert, tag = self.held.pop((rank, slot))
@@ -101,8 +113,13 @@ async def a_cluster() -> AsyncIterator[Cluster]:
             shard.stop()
 
 
-async def ask(info: RouterInfo, seed: int) -> None:
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(20)
+
+
+async def ask(info: RouterInfo, seed: int, experts: tuple[int, ...] = tuple(range(6))) -> None:
     """One request over gRPC, compared with the oracle."""
+    top_k = min(3, len(experts))
     rng = np.random.default_rng(seed)
     rows = int(rng.integers(1, 30))
     made = codec.ForwardArrays(
@@ -111,8 +128,8 @@ async def ask(info: RouterInfo, seed: int) -> None:
         phase=int(dispatch_pb2.FORWARD_PHASE_DECODE),
         data_type=codec.FP32,
         hidden=rng.standard_normal((rows, HIDDEN)).astype(np.float32),
-        topk_ids=np.stack([rng.permutation(EXPERTS)[:3] for _ in range(rows)]).astype(np.int32),
-        topk_weights=rng.random((rows, 3)).astype(np.float32),
+        topk_ids=np.stack([rng.permutation(experts)[:top_k] for _ in range(rows)]).astype(np.int32),
+        topk_weights=rng.random((rows, top_k)).astype(np.float32),
     )
     async with grpc.aio.insecure_channel(info.grpc_address, options=channel_options()) as channel:
         stub = dispatch_pb2_grpc.DispatchServiceStub(channel)
@@ -189,6 +206,43 @@ async def test_right_output_through_two_routers_while_slots_are_reused() -> None
             assert c["sent_pairs"] == c["demand_pairs"] + c["retried_pairs"] + c["hedged_pairs"]
             ended = ("served_pairs", "stale_pairs", "refused_pairs", "lost_pairs")
             assert c["sent_pairs"] == sum(c[name] for name in ended)
+
+
+@pytest.mark.asyncio
+async def test_a_shard_that_cannot_compute_and_one_that_hangs_cost_no_request() -> None:
+    hang = threading.Event()
+    async with a_cluster() as cluster:
+        table = cluster.table()
+        for router in range(2):
+            await cluster.install(router, table)
+        cores = [router._running() for router in cluster.routers]
+        for n in range(60):
+            await ask(cluster.infos[n % 2], n)
+
+        def fail(_pairs: int) -> None:
+            raise RuntimeError("the device said no")
+
+        # After three batches in a row it calls itself broken, and refuses what comes.
+        cluster.backend(1).on_forward = fail
+        for n in range(100, 140):
+            await ask(cluster.infos[n % 2], n)
+        assert cluster.shards[1].core.broken
+        for core in cores:
+            assert [rank for rank, _, _ in core.report(0).suspects] == [1]
+            assert core.report(0).counters["ejections"] == 1.0
+        # The next one hangs: its connection stays, and nothing is answered. Only one shard in ten
+        # is ejected, but that is told of by the controller.
+        cluster.backend(1).on_forward = lambda _pairs: None
+        cluster.backend(2).on_forward = lambda _pairs: assert_set(hang)
+        try:
+            for router in cluster.routers:
+                reply = await router.install_table(encode(table), ["a:1"], (2,))
+                assert decode_as(reply, InstallAnswer).applied_epoch == table.epoch
+            # Experts 0, 2, 3 and 5 have a replica on rank 0.
+            for n in range(200, 220):
+                await ask(cluster.infos[n % 2], n, (0, 2, 3, 5))
+        finally:
+            hang.set()
 
 
 @pytest.mark.asyncio

@@ -11,9 +11,10 @@ import pytest
 from moe_serve.errors import NotFound
 from moe_serve.shard.assembly import Shard
 from moe_serve.shard.compute.base import ExpertSpec
+from moe_serve.shard.faults import FaultPoints
 from moe_serve.shard.served_model import ServedModel
 from moe_serve.wire.security import CurveKeys
-from moe_serve.wire.wire_messages import CopyOpen, CopyOpened, CopyRead
+from moe_serve.wire.wire_messages import CopyChunk, CopyOpen, CopyOpened, CopyRead
 from placement.messages.effects import AbortAdd, CopyExpert, CopySource, ReserveSlot
 from placement.messages.events import AddAborted, ExpertCopied, SlotReleased, StepFailed
 from tests.fakes.marker_experts import (
@@ -263,3 +264,94 @@ def test_a_target_with_other_keys_is_not_let_in() -> None:
         add(target, 0, 5, source=CopySource(rank=0, slot=0, slot_tag=tag, address=address))
     source.stop()
     target.stop()
+
+
+def abort(pair: Pair, tag: int) -> Any:
+    command = AbortAdd(step_id=50, rank=1, incarnation=1, slot=0, slot_tag=tag)
+    return pair.target.execute(1, command)
+
+
+@pytest.mark.parametrize("how", ["throttled to 1%", "stopped at 50%"])
+def test_a_copy_that_is_stuck_ends_at_its_deadline_and_is_tried_again_elsewhere(how: str) -> None:
+    throttled = how == "throttled to 1%"
+    # Unthrottled it takes some milliseconds; its deadline here allows a second.
+    rate = 0.01 * large_model().expert.canonical_bytes if throttled else 0.0
+    pair = Pair(large_model(), source_bytes_per_s=rate)
+    other = marker_shard(
+        model=pair.model, source=MarkerSource(pair.model), rank=2, budget_bytes=32 << 20
+    )
+    other_address = other.start()
+    tag, other_tag = add(pair.source, 0, 5), add(other, 0, 5)
+    before = pair.target.pool.figures()
+    if not throttled:
+        pair.target.order_faults(FaultPoints(stop_copy_at=0.5))
+    began_s = time.monotonic()
+    own, get = pair.begin(5, pair.from_source(0, tag), timeout_s=1.0)
+    until(lambda: bool(pair.target.report(-1).copies))
+    if not throttled:
+        until(lambda: pair.target.report(-1).copies[0].done_bytes == 3 * CHUNK)
+    time.sleep(0.3)
+    (copy,) = pair.target.report(-1).copies
+    assert copy.source == "rank 0"
+    assert copy.done_bytes <= 0.5 * copy.total_bytes
+    answer = get()
+    took_s = time.monotonic() - began_s
+    assert isinstance(answer, StepFailed)
+    assert answer.code == "timeout"
+    assert 0.9 < took_s < 2.0
+    assert isinstance(abort(pair, own), AddAborted)
+    assert pair.target.pool.figures() == before, "its bytes are freed"
+    assert pair.target.report(-1).copies == ()
+    until(lambda: pair.source.copies.num_open == 0)
+    pair.target.order_faults(FaultPoints())
+    again = CopySource(rank=2, slot=0, slot_tag=other_tag, address=other_address)
+    add(pair.target, 0, 5, source=again, step_id=51)
+    assert np.array_equal(other.pool.buffer(0), pair.target.pool.buffer(0))
+    pair.stop()
+    other.stop()
+
+
+def test_the_cap_on_copies_is_kept_within_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    rate = 8.0 * CHUNK
+    model = ServedModel(1, 8, 4, "v1", ExpertSpec(512, 1024, "float32"))  # 6 MiB, 24 chunks
+    pair = Pair(model, source_bytes_per_s=0.0, copy_bytes_per_s=rate)
+    tag = add(pair.source, 0, 5)
+    began_s = time.monotonic()
+    _tag, get = pair.begin(5, pair.from_source(0, tag), timeout_s=30.0)
+    copied = get()
+    took_s = time.monotonic() - began_s
+    assert isinstance(copied, ExpertCopied)
+    measured = model.expert.canonical_bytes / took_s
+    with capsys.disabled():
+        print(f"\ncopy cap {rate / 1e6:.2f} MB/s, measured {measured / 1e6:.2f} MB/s")
+    assert 0.9 * rate < measured < 1.1 * rate
+    pair.stop()
+
+
+@pytest.mark.parametrize("where", ["on the wire", "in staging", "in the source's slot"])
+def test_one_bit_flipped_anywhere_is_found_and_the_old_replica_still_serves(where: str) -> None:
+    pair = Pair(large_model())
+    tag = add(pair.source, 0, 5)
+    if where == "on the wire":
+        chunk_of = pair.source.copies._chunk
+
+        def flipped(message: CopyRead) -> Any:
+            chunk = chunk_of(message)
+            if isinstance(chunk, CopyChunk) and chunk.offset == 2 * CHUNK:
+                data = bytearray(chunk.data)
+                data[1000] ^= 16
+                return CopyChunk(chunk.call_id, chunk.copy_id, chunk.offset, bytes(data))
+            return chunk
+
+        pair.source.copies._chunk = flipped  # type: ignore[method-assign]
+    elif where == "in staging":
+        pair.target.order_faults(FaultPoints(fail=frozenset({"corrupt"})))
+    else:
+        pair.source.pool.buffer(0)[12345] ^= 1
+    with pytest.raises(AssertionError, match=r"digest.*layer 0 expert 5: resident bytes"):
+        add(pair.target, 0, 5, source=pair.from_source(0, tag))
+    assert not pair.target.core.slots.ledger.resident()[0].verified
+    assert pair.source.core.slots.ledger.resident()[0].verified, "nothing happened to it"
+    assert pair.source.core.pin_copy(0, tag, 0, 5), "it still serves"
+    pair.source.core.unpin_copy(0)
+    pair.stop()

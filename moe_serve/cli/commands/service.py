@@ -138,10 +138,14 @@ def _sized(config: ServiceConfig) -> SizeReport:
 def _rehearse(
     config: ServiceConfig, report: SizeReport, ray_address: str, ship: bool, out: Output
 ) -> bool:
-    """Everything `up` checks; on a running cluster also its nodes. True where it would start."""
+    """Everything `up` checks; on a running cluster also its nodes. True where it would start.
+
+    Raises StartRefused where the journal of an earlier start would be refused."""
+    from moe_serve.bootstrap import service
+
+    service.check_journal(config)
     checks: list[NodeCheck] = []
     if ray_address:
-        from moe_serve.bootstrap import service
         from moe_serve.bootstrap.fleet import alive_nodes
         from moe_serve.bootstrap.preflight import preflight
         from moe_serve.bootstrap.record import service_dir

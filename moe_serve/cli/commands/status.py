@@ -8,6 +8,7 @@ import typer
 from rich.console import Group
 from rich.live import Live
 
+from moe_serve.bootstrap.record import refresh_record
 from moe_serve.cli.admin import Admin
 from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.options import AddressOption, OutputOption, ServiceOption, admin_of
@@ -36,6 +37,8 @@ def status(
             _watch(admin, out)
             return
         placement = admin.placement()
+        if not address:
+            _keep_record(placement)
         load = _load(admin)
         out.data(status_plain(placement, load), status_parts(placement, load))
     if check and degraded(placement):
@@ -48,6 +51,13 @@ def _load(admin: Admin) -> pb.GetLoadResponse | None:
         return admin.load()
     except Unavailable:
         return None
+
+
+def _keep_record(placement: pb.GetPlacementResponse) -> None:
+    """The addresses that `up` recorded are those of now, once every router has one."""
+    addresses = tuple(router.address for router in placement.routers)
+    if all(addresses):
+        refresh_record(placement.service_id, addresses)
 
 
 def _watch(admin: Admin, out: Output) -> None:

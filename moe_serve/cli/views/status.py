@@ -61,6 +61,8 @@ def _header(placement: pb.GetPlacementResponse) -> list[str]:
 
 def _balance(placement: pb.GetPlacementResponse, load: pb.GetLoadResponse | None) -> str:
     done = f"Moves done: {shown_counts(dict(placement.moves_done))}"
+    if placement.plans_stalled:
+        done += f" | plans that stood still: {placement.plans_stalled}"
     if load is None:
         return f"Imbalance - (no closed window yet) | {done}"
     if not any(load.demand):

@@ -377,6 +377,7 @@ class GetPlacementResponse(_message.Message):
     MISSING_FIELD_NUMBER: _builtins.int
     EPOCHS_PUBLISHED_FIELD_NUMBER: _builtins.int
     SERVICE_ID_FIELD_NUMBER: _builtins.int
+    PLANS_STALLED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     weights_version: _builtins.str
     num_layers: _builtins.int
@@ -394,6 +395,8 @@ class GetPlacementResponse(_message.Message):
     uptime_s: _builtins.float
     epochs_published: _builtins.int
     service_id: _builtins.str
+    plans_stalled: _builtins.int
+    """Plans that stood still since the controller began: none of their steps went on for two windows."""
     @_builtins.property
     def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What is wrong now, each with its next step."""
@@ -439,10 +442,11 @@ class GetPlacementResponse(_message.Message):
         missing: _abc.Iterable[_builtins.int] | None = ...,
         epochs_published: _builtins.int = ...,
         service_id: _builtins.str = ...,
+        plans_stalled: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_insecure", b"accepts_insecure", "epoch", b"epoch", "epochs_published", b"epochs_published", "missing", b"missing", "model", b"model", "moves", b"moves", "moves_done", b"moves_done", "network", b"network", "num_experts", b"num_experts", "num_layers", b"num_layers", "policy", b"policy", "problems", b"problems", "ranks", b"ranks", "routers", b"routers", "service_id", b"service_id", "simulated", b"simulated", "slot_bytes", b"slot_bytes", "state", b"state", "term", b"term", "top_k", b"top_k", "uptime_s", b"uptime_s", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_insecure", b"accepts_insecure", "epoch", b"epoch", "epochs_published", b"epochs_published", "missing", b"missing", "model", b"model", "moves", b"moves", "moves_done", b"moves_done", "network", b"network", "num_experts", b"num_experts", "num_layers", b"num_layers", "plans_stalled", b"plans_stalled", "policy", b"policy", "problems", b"problems", "ranks", b"ranks", "routers", b"routers", "service_id", b"service_id", "simulated", b"simulated", "slot_bytes", b"slot_bytes", "state", b"state", "term", b"term", "top_k", b"top_k", "uptime_s", b"uptime_s", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -85,6 +85,10 @@ class ComputeBackend(Protocol):
     `forward` is called by one thread at a time. `load_slot`, `unload_slot` and `canonical_bytes`
     may be called by others meanwhile, for slots that no running forward names (the shard pins
     those).
+
+    Where memory is too short, of the host or of the device, `load_slot`, `canonical_bytes` and
+    `forward` raise MemoryError and have changed nothing: it says "less at once" or "later", never
+    that the device is broken.
     """
 
     @property
@@ -94,6 +98,11 @@ class ComputeBackend(Protocol):
     @property
     def simulated(self) -> bool:
         """Whether output or time are made up; every report of such figures says so."""
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes held for loaded slots now beside their canonical form, unused places of slabs
+        included."""
 
     def derived_bytes(self, spec: ExpertSpec) -> int:
         """Bytes the backend holds for each loaded slot beside the canonical form; whole pages."""

@@ -72,7 +72,8 @@ class DeviceSlabs:
         return slab is not None and slot in slab.loaded
 
     def load(self, slot: int, canonical_buffer: NDArray[np.uint8]) -> None:
-        """Copy canonical bytes to the slot's place; complete on the device on return."""
+        """Copy canonical bytes to the slot's place; complete on the device on return. A slot whose
+        bytes did not get there is not loaded, and holds no memory."""
         slab_id, place = divmod(slot, self._slab_slots)
         with self._lock:
             slab = self._slabs.get(slab_id)
@@ -81,9 +82,15 @@ class DeviceSlabs:
                 self._slabs[slab_id] = slab
             # Loaded before its bytes are there: an unload of its neighbour must not free the slab.
             slab.loaded.add(slot)
+        try:
+            self._fill(slab.weights[place].view(torch.uint8), canonical_buffer)
+        except BaseException:
+            self.unload(slot)
+            raise
+
+    def _fill(self, target: torch.Tensor, canonical_buffer: NDArray[np.uint8]) -> None:
         # torch warns about tensors over read-only memory, even when they are only read.
         source = torch.from_numpy(np.require(canonical_buffer, requirements=["C", "W"]))
-        target = slab.weights[place].view(torch.uint8)
         if self._copies is None:
             target.copy_(source)
         else:

@@ -67,6 +67,11 @@ class EmulatedBackend:
         )
         self._buffers: dict[int, NDArray[np.uint8]] = {}
 
+    @property
+    def loaded_bytes(self) -> int:
+        """Nothing is derived: 0."""
+        return 0
+
     @staticmethod
     def derived_bytes(spec: ExpertSpec) -> int:
         """Nothing is derived: 0."""

@@ -69,6 +69,13 @@ class NumpyBackend:
         self._scratch = _scratch(spec, 1)
         self.products = unmeasured_products()
 
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of the float32 forms. See `ComputeBackend`."""
+        # A copy of the values: slots are loaded and unloaded by other threads.
+        derived = (weights.derived for weights in tuple(self._weights.values()))
+        return sum(pages.array.nbytes for pages in derived if pages is not None)
+
     @staticmethod
     def derived_bytes(spec: ExpertSpec) -> int:
         """Bytes of the float32 form, in whole pages; 0 when the canonical form is float32."""

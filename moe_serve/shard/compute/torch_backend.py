@@ -31,6 +31,7 @@ from moe_serve.shard.compute.base import ExpertSpec, SlotWork, check_forward, ch
 from moe_serve.shard.compute.batch_tables import BatchTables, batch_tables, row_blocks
 from moe_serve.shard.compute.device_slabs import DeviceSlabs, torch_dtype
 from moe_serve.shard.compute.order import PairOrder
+from moe_serve.shard.compute.torch_memory import memory_errors
 from moe_serve.shard.compute.torch_paths import GROUP_LIMIT, grouped_parts, loop_parts
 from moe_serve.shard.compute.transfer import Transfer
 from moe_serve.shard.kernels import warm
@@ -86,14 +87,15 @@ class TorchBackend:
         return spec.held_bytes + TorchBackend.derived_bytes(spec)
 
     @property
-    def device_reserved_bytes(self) -> int:
+    def loaded_bytes(self) -> int:
         """Bytes of all slabs on the device."""
         return self._slabs.reserved_bytes
 
     def load_slot(self, slot: int, canonical_buffer: NDArray[np.uint8]) -> None:
         """Copy the canonical bytes to the device. See `ComputeBackend`."""
         assert canonical_buffer.shape == (self._spec.canonical_bytes,), canonical_buffer.shape
-        self._slabs.load(slot, canonical_buffer)
+        with memory_errors():
+            self._slabs.load(slot, canonical_buffer)
 
     def unload_slot(self, slot: int) -> None:
         """Free the slot's place on the device. See `ComputeBackend`."""
@@ -101,7 +103,8 @@ class TorchBackend:
 
     def canonical_bytes(self, slot: int) -> NDArray[np.uint8]:
         """Bytes read back from the device. See `ComputeBackend`."""
-        return self._slabs.read(slot)
+        with memory_errors():
+            return self._slabs.read(slot)
 
     def forward(
         self,
@@ -119,7 +122,7 @@ class TorchBackend:
         tables = batch_tables(rows.shape[0], pair_row, pair_slot, pair_gate)
         check_loaded(tables.order.slots, self._slabs)
         if pair_row.shape[0]:
-            with torch.inference_mode(), self._transfer.stream():
+            with memory_errors(), torch.inference_mode(), self._transfer.stream():
                 self._transfer.fetch(self._combined(rows, tables), out)
         else:
             out.fill(0.0)

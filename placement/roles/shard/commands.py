@@ -33,6 +33,7 @@ from placement.messages.events import (
     BudgetApplied,
     ExpertCopied,
     ExpertVerified,
+    ResidentSlot,
     SlotReleased,
     SlotReserved,
     StepFailed,
@@ -67,6 +68,12 @@ class ShardSlots:
         if term < self.highest_term:
             raise TermRefused(term, self.highest_term)
         self.highest_term = term
+
+    def inventory(self, term: int) -> tuple[ResidentSlot, ...]:
+        """What is held, told to the controller of this term: from here on an older one is refused,
+        so nothing that it still has on its way changes what was told. Raises TermRefused."""
+        self.accept_term(term)
+        return self.ledger.resident()
 
     def install_table(self, table: RoutingTable) -> int:
         """Keep the table if it is newer; the newest epoch held. Raises TermRefused."""

@@ -3,6 +3,7 @@ cannot write."""
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,13 @@ from moe_serve.bootstrap.record import (
     ServiceRecord,
     claimed,
     read_record,
+    refresh_record,
     service_dir,
     state_home,
     write_record,
 )
 from moe_serve.config import parse_config
+from moe_serve.controller.journal_store import STATE_FILE, StateStore
 from moe_serve.errors import NotFound, StartRefused
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-moe.yaml"
@@ -103,3 +106,47 @@ def test_a_file_in_the_place_of_the_folder_is_said(tmp_path: Path) -> None:
             act()
     with pytest.raises(NotFound):
         read_record()
+
+
+def test_the_record_follows_routers_that_moved() -> None:
+    write_record(a_record())
+    refresh_record("tiny-moe", ("127.0.0.1:3", "127.0.0.1:4"))
+    assert read_record("tiny-moe").router_addresses == ("127.0.0.1:3", "127.0.0.1:4")
+    assert read_record("tiny-moe").admin_address == a_record().admin_address
+    refresh_record("tiny-moe", ())
+    assert len(read_record("tiny-moe").router_addresses) == 2, "none is known: none is forgotten"
+    refresh_record("nobody", ("127.0.0.1:3",))
+    assert [file.name for file in state_home().glob("*.json")] == ["tiny-moe.service.json"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("UPDATE meta SET value = '2' WHERE key = 'format'", "has format '2', this version reads"),
+        ("UPDATE meta SET value = 'x' WHERE key = 'service_id'", "belongs to service 'x'"),
+        ("", "is damaged"),
+    ],
+)
+def test_a_journal_nobody_could_go_on_with_is_refused_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch, statement: str, words: str
+) -> None:
+    def never(*_given: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(service, "start_local_ray", never)
+    config = parse_config(EXAMPLE.read_bytes(), str(EXAMPLE))
+    monkeypatch.setattr(service, "checked_model", lambda _config: None)
+    service.check_journal(config)  # there is none yet
+    StateStore(service_dir(config.service), config.service).close()
+    service.check_journal(config)
+    file = service_dir(config.service) / STATE_FILE
+    if statement:
+        db = sqlite3.connect(file)
+        db.execute(statement)
+        db.commit()
+        db.close()
+    else:
+        file.write_bytes(b"none " * 1000)
+    with pytest.raises(StartRefused, match=words) as caught:
+        service.up(config, config_file="")
+    assert "\n" not in caught.value.message

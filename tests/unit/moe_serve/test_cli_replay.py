@@ -23,8 +23,7 @@ from moe_serve.cli.views.replay import HEADERS, TOTALS
 from moe_serve.controller.journal_store import INPUTS_FILE, InputsStore
 from moe_serve.errors import InvalidArgument
 from placement.messages.codec import encode
-from placement.sim.log import Stepped
-from placement.sim.runner import small_world
+from placement.sim.world import World
 
 Rows = list[tuple[int, str, float, bytes]]
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-moe.yaml"
@@ -184,19 +183,16 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path, name: str) -> None:
 @cache
 def _rows(seed: int = 4) -> Rows:
     """Inputs log of a simulated run, in three segments."""
-    world = small_world(seed, windows=8)
-    cuts = [(world.engine.snapshot(), 0)]
-    for end_s in (3.0, 7.5, 20.0):
-        world.clock.run_until(end_s)
-        cuts.append((world.engine.snapshot(), len(world.log)))
+    world = World(seed, faults=0)
+    (controller,) = world.fleet.controllers
+    cuts = [(controller.started_from, 0)]
+    for end_s in (1.6, 4.0, 10.0):
+        world.stage.clock.run_until(end_s)
+        cuts.append((controller.engine.snapshot(), len(controller.inputs)))
     rows: Rows = []
     for number, ((snapshot, start), (_, end)) in enumerate(pairwise(cuts), 1):
         rows.append((number, "snapshot", 0.0, encode(snapshot)))
-        rows += [
-            (number, "event", 0.0, encode(entry.event))
-            for entry in world.log[start:end]
-            if isinstance(entry, Stepped)
-        ]
+        rows += [(number, "event", 0.0, encode(event)) for event, _ in controller.inputs[start:end]]
     return rows
 
 

@@ -143,19 +143,19 @@ def test_torch_takes_and_returns_device_memory_by_slab() -> None:
     slab_bytes = 4 * SPEC.canonical_bytes
     for slot in (0, 3, 5):
         backend.load_slot(slot, _blob(SPEC, slot))
-    assert backend.device_reserved_bytes == 2 * slab_bytes
+    assert backend.loaded_bytes == 2 * slab_bytes
     backend.unload_slot(5)
     backend.unload_slot(0)
-    assert backend.device_reserved_bytes == slab_bytes
+    assert backend.loaded_bytes == slab_bytes
     assert backend.canonical_bytes(3).tobytes() == _blob(SPEC, 3).tobytes()
     backend.unload_slot(3)
-    assert backend.device_reserved_bytes == 0
+    assert backend.loaded_bytes == 0
 
 
 def test_torch_with_slabs_of_one_slot_holds_exactly_the_loaded_slots() -> None:
     backend = TorchBackend(SPEC)
     backend.load_slot(900, _blob(SPEC))
-    assert backend.device_reserved_bytes == SPEC.canonical_bytes
+    assert backend.loaded_bytes == SPEC.canonical_bytes
     assert backend.derived_bytes(SPEC) >= SPEC.canonical_bytes
 
 

@@ -4,145 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moe_serve.controller.service import ControllerService
-from moe_serve.controller.settings import (
-    ControllerSettings,
-    ExpectedRank,
-    JournalLimits,
-    SupervisionLimits,
-)
-from moe_serve.errors import MoeServeError
-from moe_serve.ports import NodeInfo
-from placement.config import RebalanceConfig
+from moe_serve.controller.views import placement_view
+from moe_serve.rpc import placement_pb2 as pb
 from placement.engine import EngineSnapshot, RebalanceEngine
 from placement.messages.codec import decode_as, decode_event, encode
 from placement.messages.effects import CopyExpert
 from placement.messages.events import BudgetAsked, DrainAsked, PauseAsked
-from tests.builders import PROFILE, make_spec
-from tests.fakes.fleet import FakeCluster, FakeFleet, FakeShardPort
-
-SLOTS = [4, 4, 4]
-WAIT_S = 8.0
-
-
-class Crash(BaseException):
-    """What a fail point does in these tests."""
-
-
-def crash() -> None:
-    raise Crash
-
-
-def make_settings(folder: Path, **fields: object) -> ControllerSettings:
-    spec = make_spec()
-    config = RebalanceConfig(
-        window_s=0.1,
-        windows_kept=2,
-        sub_windows=2,
-        cooldown_s=0.0,
-        drain_wait_s=0.4,
-        budget_drain_wait_s=0.2,
-        router_silence_s=0.3,
-        rank_silence_s=0.3,
-        first_policy="incremental",  # leaves room for the moves these tests wait for
-    )
-    ranks = tuple(
-        ExpectedRank(rank=r, profile=PROFILE.name, num_slots=n, budget_bytes=n * spec.slot_bytes)
-        for r, n in enumerate(SLOTS)
-    )
-    settings = ControllerSettings(
-        service_id="tiny",
-        spec=spec,
-        config=config,
-        ranks=ranks,
-        profiles=(PROFILE,),
-        state_dir=folder,
-        supervision=SupervisionLimits(
-            report_s=0.01,
-            probe_s=0.03,
-            call_timeout_s=0.1,
-            nodes_s=0.03,
-            create_attempt_pause_s=0.02,
-        ),
-    )
-    return replace(settings, **fields)  # type: ignore[arg-type]
-
-
-def make_cluster() -> FakeCluster:
-    return FakeCluster(
-        spec=make_spec(),
-        profile=PROFILE.name,
-        num_slots=list(SLOTS),
-        nodes=[NodeInfo(f"node{n}", True, {}) for n in range(3)],
-    )
-
-
-@dataclass
-class Rig:
-    """One controller and what it meets."""
-
-    service: ControllerService
-    cluster: FakeCluster
-
-    @property
-    def state(self):  # type: ignore[no-untyped-def]
-        return self.service.life.driver.engine.state
-
-    def listed(self, expert: int) -> set[int]:
-        table = self.service.life.publisher.newest
-        return set() if table is None else {r for r, _, _ in table.replicas(0, expert)}
-
-    async def ready(self) -> None:
-        await until(lambda: bool(self.service.describe()["ready"]))
-
-
-@asynccontextmanager
-async def controller(
-    settings: ControllerSettings, cluster: FakeCluster, owner: str = "here"
-) -> AsyncIterator[Rig]:
-    fatal: list[BaseException] = []
-    service = ControllerService(
-        settings,
-        FakeFleet(cluster),
-        owner=owner,
-        serve_admin=False,
-        crash=crash,
-        on_fatal=fatal.append,
-    )
-    await service.start()
-    try:
-        yield Rig(service, cluster)
-    finally:
-        await service.stop()
-    assert not [e for e in fatal if not isinstance(e, Crash)], fatal
-    assert not cluster.faults, cluster.faults
-
-
-async def until(condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
-    ends_s = asyncio.get_running_loop().time() + wait_s
-    while True:
-        try:
-            if condition():
-                return
-        except MoeServeError:
-            pass  # between two lives
-        assert asyncio.get_running_loop().time() < ends_s, "what was waited for did not come"
-        await asyncio.sleep(0.005)
-
-
-async def crashed(rig: Rig) -> None:
-    """Wait until a fail point ended the controller."""
-    keeper = rig.service._keeper
-    assert keeper is not None
-    async with asyncio.timeout(WAIT_S):
-        await asyncio.wait({keeper})
+from tests.fakes.controller import Rig, controller, make_cluster, make_settings, until
+from tests.fakes.fleet import FakeFleet
 
 
 @pytest.mark.asyncio
@@ -320,142 +196,6 @@ async def test_a_part_that_refuses_to_start_is_tried_again_and_told(tmp_path: Pa
         assert not rig.service.life.parts.problems
         # The name that was tried is not used again.
         assert len({n for n in cluster.created if ":shard:1:" in n}) == 1
-
-
-POINTS = [
-    f"{when}:{step}"
-    for when in ("before", "after")
-    for step in (
-        "add:reserved",
-        "add:copying",
-        "add:verified",
-        "add:listed",
-        "remove:unlisted",
-        "remove:acked",
-        "remove:drained",
-        "remove:released",
-        "publish",
-    )
-]
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("point", POINTS)
-async def test_a_controller_that_dies_anywhere_is_followed_by_one_that_goes_on(
-    tmp_path: Path, point: str
-) -> None:
-    cluster = make_cluster()
-    async with controller(make_settings(tmp_path), cluster) as rig:
-        await rig.ready()
-    before = cluster.living()
-    # The second controller dies at the point: while it replicates, and evicts for a budget.
-    armed = make_settings(tmp_path, fail_point=point, fail_term=2)
-    async with controller(armed, cluster) as rig:
-        await until(lambda: rig.state.published and rig.state.run is None)
-        await rig.ready()
-        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
-        if "remove" in point:
-            await until(lambda: len(rig.listed(0)) >= 2)
-            rank = min(rig.listed(0))
-            asking = asyncio.ensure_future(
-                rig.service.life.driver.ask(
-                    lambda n: BudgetAsked(at_s=0.0, request_id=n, rank=rank, budget_bytes=1000)
-                )
-            )
-            await crashed(rig)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-        else:
-            await crashed(rig)
-    async with controller(make_settings(tmp_path), cluster) as rig:
-        assert cluster.living() == before, "the same parts serve on"
-        await rig.ready()
-        await until(lambda: rig.state.run is None and not rig.state.parked)
-        assert rig.state.term == 3
-        cluster.demand = {3: 400, 0: 10, 1: 10, 2: 10}
-        await until(lambda: len(rig.listed(3)) >= 2)
-        assert not [n for n in cluster.killed if n in before]
-        resident = [
-            (r.layer, r.expert, shard.rank)
-            for shard in shards(cluster)
-            for r in shard.slots.ledger.resident()
-            if r.verified
-        ]
-        assert len(resident) == len(set(resident)), "nothing is held twice"
-    cluster.demand = {}
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("when", ["before", "after"])
-async def test_a_controller_that_dies_aborting_a_copy_gives_the_slot_back(
-    tmp_path: Path, when: str
-) -> None:
-    cluster = make_cluster()
-    armed = make_settings(tmp_path, fail_point=f"{when}:add:aborting")
-    async with controller(armed, cluster) as rig:
-        await rig.ready()
-        cluster.copy_s = 0.3
-        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
-        await until(lambda: bool(rig.state.copying))
-        rank = rig.state.run.steps[min(rig.state.copying)].step.slot.rank
-        asking = asyncio.ensure_future(
-            rig.service.life.driver.ask(
-                lambda n: BudgetAsked(
-                    at_s=0.0, request_id=n, rank=(rank + 1) % 3, budget_bytes=3000
-                )
-            )
-        )
-        await crashed(rig)
-        await asyncio.gather(asking, return_exceptions=True)
-    cluster.copy_s, cluster.demand = 0.0, {}
-    async with controller(make_settings(tmp_path), cluster) as rig:
-        await rig.ready()
-        await until(lambda: rig.state.run is None and not rig.state.copying)
-        await until(lambda: all(s.slots.ledger.reserved_bytes == 0 for s in shards(cluster)))
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("when", ["before", "after"])
-async def test_a_controller_that_dies_taking_a_removal_back_loses_no_expert(
-    tmp_path: Path, when: str
-) -> None:
-    cluster = make_cluster()
-    armed = make_settings(tmp_path, fail_point=f"{when}:remove:listed")
-    async with controller(armed, cluster) as rig:
-        await rig.ready()
-        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
-        await until(lambda: len(rig.listed(0)) >= 2 and rig.state.run is None)
-        cluster.demand = {}
-        router = cluster.router()
-        assert router is not None
-        router.held = True
-        rank = min(rig.listed(0))
-        asking = asyncio.ensure_future(
-            rig.service.life.driver.ask(
-                lambda n: BudgetAsked(at_s=0.0, request_id=n, rank=rank, budget_bytes=1000)
-            )
-        )
-        await until(lambda: bool(rig.state.removing) and 0 in leaving(rig))
-        for shard in shards(cluster):
-            if shard.rank != rank and shard.rank in rig.listed(0):
-                cluster.die(shard.name)
-        await crashed(rig)
-        await asyncio.gather(asking, return_exceptions=True)
-        router.held = False
-    keeper = cluster.shard(rank)
-    async with controller(make_settings(tmp_path), cluster) as rig:
-        await rig.ready()
-        assert cluster.shard(rank) is keeper, "the last holder lives on"
-        await until(lambda: all(rig.listed(expert) for expert in range(4)))
-
-
-def shards(cluster: FakeCluster) -> list[FakeShardPort]:
-    return [s for s in map(cluster.shard, range(3)) if s is not None]
-
-
-def leaving(rig: Rig) -> set[int]:
-    """Experts of removals under way."""
-    return {rig.state.run.steps[i].step.expert for i in rig.state.removing}
 
 
 @pytest.mark.asyncio
@@ -651,34 +391,6 @@ async def test_down_before_the_first_life_closes_what_an_earlier_controller_left
 
 
 @pytest.mark.asyncio
-async def test_a_full_disk_stops_new_moves_and_nothing_else(tmp_path: Path) -> None:
-    cluster = make_cluster()
-    async with controller(make_settings(tmp_path), cluster) as rig:
-        await rig.ready()
-    full = JournalLimits(state_bytes_max=1)  # as large as it is, and no larger
-    async with controller(make_settings(tmp_path, journal=full), cluster) as rig:
-        await rig.ready()
-        driver, names = rig.service.life.driver, rig.service.life.parts.names
-        names["x" * 100_000] = None  # no snapshot fits any more
-        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
-        await until(lambda: bool(driver.problem))
-        await until(lambda: rig.state.paused)
-        assert any("no new moves" in p for p in rig.service.describe()["problems"])
-        sent = [len(cluster.shard(r).executed) for r in range(3)]  # type: ignore[union-attr]
-        await asyncio.sleep(0.3)
-        assert sent == [
-            len(cluster.shard(r).executed)  # type: ignore[union-attr]
-            for r in range(3)
-        ], "nothing follows from what is not on disk"
-        assert rig.service.describe()["ready"]
-        # Room again: what was withheld is written and done.
-        del names["x" * 100_000]
-        await until(lambda: not driver.problem)
-        await until(lambda: not rig.state.paused)
-        await until(lambda: len(rig.listed(0)) >= 2 and all(rig.listed(e) for e in range(4)))
-
-
-@pytest.mark.asyncio
 async def test_copies_are_sent_after_their_reservation_is_journalled(tmp_path: Path) -> None:
     cluster = make_cluster()
     async with controller(make_settings(tmp_path), cluster) as rig:
@@ -709,3 +421,32 @@ async def test_the_inputs_of_a_segment_replay_to_the_same_state(tmp_path: Path) 
     for _, body in rows[1:]:
         twin.step(decode_event(body))
     assert encode(twin.snapshot()) == encode(engine.snapshot())
+
+
+def ended(rig: Rig) -> set[str]:
+    """Rules of the records that say that something was aborted."""
+    kept = rig.service.book.newest(1000)
+    return {one.record.rule for one in kept if one.record.outcome == "aborted"}
+
+
+@pytest.mark.asyncio
+async def test_a_plan_whose_copy_hangs_is_told_counted_aborted_and_tried_again(
+    tmp_path: Path,
+) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        cluster.copy_s = 3600.0
+        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
+
+        def view() -> pb.GetPlacementResponse:
+            return placement_view(rig.service.sight())
+
+        await until(lambda: any("rebalance stalled" in p for p in view().problems))
+        assert view().plans_stalled == 1
+        assert view().state == "degraded"
+        await until(lambda: "plan_stalled" in ended(rig))
+        assert rig.service.describe()["ready"], "nobody's tokens wait for it"
+        cluster.copy_s = 0.0
+        await until(lambda: len(rig.listed(0)) >= 2 and rig.state.run is None, wait_s=20.0)
+        await until(lambda: not any("stalled" in p for p in view().problems), wait_s=20.0)

@@ -90,3 +90,24 @@ def test_a_routers_totals_become_growth() -> None:
     assert value(sink, "pairs_total", "retried") == 1.0
     assert value(sink, "request_seconds", "p99") == 0.2
     assert value(sink, "loop_lag_seconds") == 0.25
+
+
+def test_a_plan_that_stands_still_is_counted_once_whatever_becomes_of_it() -> None:
+    figures, sink, _ = make()
+
+    def still(outcome: str, number: int, seq: int) -> DecisionRecord:
+        return DecisionRecord(
+            at_s=1.0,
+            seq=seq,
+            rule="plan_stalled",
+            outcome=outcome,
+            plan_id="p",
+            numbers={"plans_stalled": float(number)},
+        )
+
+    figures.decided([still("noted", 4, 1)])
+    assert value(sink, "plans_stalled_total") == 1.0
+    figures.decided([still("aborted", 4, 2)])
+    assert value(sink, "plans_stalled_total") == 1.0
+    figures.decided([still("aborted", 5, 3)])
+    assert value(sink, "plans_stalled_total") == 2.0

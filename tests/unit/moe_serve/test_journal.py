@@ -11,6 +11,7 @@ import pytest
 
 from moe_serve.controller.journal import Journal, move_aside, open_journal
 from moe_serve.controller.journal_rows import (
+    Starts,
     StateSnapshot,
     epoch_row,
     part_row,
@@ -67,7 +68,9 @@ def transition(step_id: int, at_s: float = 2.0) -> Transition:
 async def opened(folder: Path, term: int = 1, limits: JournalLimits = LIMITS) -> Journal:
     journal, _ = await open_journal(folder, "s", limits)
     await journal.intend_term(term)
-    await journal.open_term(term, snapshot_row(snapshot(term)), owner="here", starts=(1.0,))
+    await journal.open_term(
+        term, snapshot_row(snapshot(term)), owner="here", starts=Starts("b", (1.0,))
+    )
     return journal
 
 
@@ -111,7 +114,7 @@ async def test_a_controller_of_a_lower_term_cannot_write_any_more(tmp_path: Path
     assert caught.value.term == 2
     await second.commit([transition_row(transition(2))])
     with pytest.raises(StaleTerm):
-        await first.open_term(1, snapshot_row(snapshot(1)), owner="here", starts=())
+        await first.open_term(1, snapshot_row(snapshot(1)), owner="here", starts=Starts())
     for journal in (first, second):
         await journal.close()
 
@@ -123,7 +126,7 @@ async def test_a_full_disk_fails_the_commit_whole(tmp_path: Path) -> None:
     room = (tmp_path / STATE_FILE).stat().st_size + 40_000  # for a snapshot, not for what follows
     tight = JournalLimits(state_bytes_max=room)
     journal, _ = await open_journal(tmp_path, "s", tight)
-    await journal.open_term(2, snapshot_row(snapshot(2)), owner="here", starts=())
+    await journal.open_term(2, snapshot_row(snapshot(2)), owner="here", starts=Starts())
     with pytest.raises(JournalFull):
         await journal.commit([transition_row(transition(1)), part_row("x" * 100_000, 1.0)])
     await journal.close()

@@ -261,14 +261,38 @@ async def test_a_busy_shard_is_retried_elsewhere_and_is_no_fault(world: FakeWorl
 
 
 @pytest.mark.asyncio
-async def test_a_shard_that_keeps_failing_is_ejected(world: FakeWorld) -> None:
+async def test_a_shard_that_cannot_compute_is_retried_elsewhere_and_ejected(
+    world: FakeWorld,
+) -> None:
     core = a_core(world, rules=RouterRules(faults_to_eject=3))
-    world.shards[2].connected = False
+
+    def fail(_reply: SubReply) -> SubReply:
+        raise Unavailable("compute failed: RuntimeError")
+
+    world.shards[2].change_reply = fail
     for seed in range(8):
         request = a_request(seed=seed)
         check(request, await core.forward(request, 5.0))
     assert [(rank, why[:7]) for rank, _, why in core.report(0).suspects] == [(2, "ejected")]
     assert len(world.shards[2].calls) == 3
+    assert core.report(0).counters["ejections"] == 1.0
+    await core.stop()
+
+
+@pytest.mark.asyncio
+async def test_a_shard_that_was_never_connected_is_avoided_until_it_is(world: FakeWorld) -> None:
+    core = a_core(world)
+    world.shards[2].connected = False
+    for seed in range(4):
+        request = a_request(seed=seed)
+        check(request, await core.forward(request, 5.0))
+    assert len(world.shards[2].calls) == 1
+    assert core.report(0).suspects == ((2, 1, "not connected"),)
+    world.shards[2].connected = True
+    for seed in range(4):
+        await core.forward(a_request(seed=seed), 5.0)
+    assert len(world.shards[2].calls) > 1
+    assert core.report(0).suspects == ()
     await core.stop()
 
 
@@ -288,8 +312,8 @@ async def test_no_replica_left_fails_typed_and_names_the_expert() -> None:
     assert core.ready
     await core.forward(a_request(1, topk_ids=ids), 1.0)
     world.shards[1].connected = False
-    with pytest.raises(Unavailable, match="failed 3 times"):
-        await core.forward(a_request(1, topk_ids=ids), 1.0)
+    with pytest.raises(Unavailable, match="layer 1: no rank with expert 1 could be reached"):
+        await core.forward(a_request(1, topk_ids=ids), 0.2)
     assert core.open_requests == 0
     await core.stop()
 

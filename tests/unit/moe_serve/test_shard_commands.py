@@ -322,15 +322,15 @@ def test_an_abort_stops_a_running_copy(make: Made) -> None:
     assert shard.pool.resident_bytes == 0
 
 
-def test_a_slot_is_not_freed_under_a_copy_that_does_not_stop(make: Made) -> None:
+def test_a_slot_is_not_freed_under_a_copy_that_writes_and_does_not_stop(make: Made) -> None:
     model = marker_model()
     began, free = threading.Event(), threading.Event()
 
-    def read(_layer: int, _expert: int) -> None:
+    def write() -> None:
         began.set()
         free.wait(5)
 
-    shard = make(model=model, source=MarkerSource(model, read))
+    shard = make(model=model, source=MarkerSource(model, on_write=write))
     shard._commands._pin_wait_s = 0.05
     tag = shard.execute(1, reserve()).slot_tag  # type: ignore[union-attr]
     copying = in_thread(lambda: shard.execute(1, copy(tag)))

@@ -17,9 +17,9 @@ from moe_serve.errors import (
     StaleTerm,
     Unavailable,
 )
-from moe_serve.ports import Cause, RowStatus, SubCall, SubReply
+from moe_serve.ports import FAULT_WORDS, Cause, RowStatus, SubCall, SubReply
 from moe_serve.shard.assembly import Shard
-from moe_serve.shard.core import COMPUTE_FAILURES_MAX
+from moe_serve.shard.batch_run import COMPUTE_FAILURES_MAX
 from moe_serve.shard.task_queue import TASKS_MAX
 from moe_serve.shard.work_queue import QueueLimits
 from placement.roles.shard import SlotPhase
@@ -167,7 +167,8 @@ def test_a_full_queue_refuses_at_once(limits: QueueLimits) -> None:
     refused = rig.submit(rig.call(1, [0], call_id=3))
     assert refused.there
     assert refused.get().row_status.tolist() == [RowStatus.REFUSED]
-    assert "busy" in refused.get().detail
+    assert refused.get().detail.startswith("busy:")
+    assert not refused.get().detail.startswith(FAULT_WORDS)
     assert refused.get().backlog_s >= 0
     rig.free.set()
     assert kept.get().row_status.tolist() == [RowStatus.SERVED] * 4
@@ -430,6 +431,7 @@ def test_failing_batches_are_answered_and_several_in_a_row_break_the_shard(rig: 
     assert rig.core.broken
     refused = rig.submit(rig.call(1, [0], call_id=9)).get()
     assert refused.row_status.tolist() == [RowStatus.REFUSED]
+    assert refused.detail.partition(":")[0] in FAULT_WORDS, "its own fault, not its load"
     with pytest.raises(Unavailable):
         rig.shard.probe()
 

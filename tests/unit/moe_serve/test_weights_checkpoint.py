@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moe_serve.weights import Checkpoint, canonical_from_projections
+from moe_serve.weights import Checkpoint, canonical_from_projections, paths
 from moe_serve.weights.dtypes import SERVING_DTYPES, ServingDtype, numpy_dtype
 from moe_serve.weights.errors import (
     BadConfig,
@@ -392,3 +393,65 @@ def test_the_shipped_model_opens() -> None:
     )
     expected = canonical_from_projections(gate, up, down, "float32")
     assert np.array_equal(checkpoint.read_expert(3, 31, "float32"), expected)
+
+
+class Noted:
+    """A `Reading` that notes what it is told, and stops after so many bytes."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.done = 0
+        self.blocked = 0
+        self.blocking_now = False
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        self.blocked += 1
+        self.blocking_now = True
+        try:
+            yield
+        finally:
+            self.blocking_now = False
+
+    def advance(self, num_bytes: int) -> None:
+        assert self.blocking_now, "bytes come from the system only in parts that may hang"
+        self.done += num_bytes
+        if self.done > self.bytes_max:
+            raise TimeoutError("stop")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_read_goes_by_chunks_tells_its_bytes_and_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: ServingDtype
+) -> None:
+    monkeypatch.setattr(paths, "READ_CHUNK_BYTES", 40)  # a tensor has 96 bytes
+    made = tensors()
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "m", made=made))
+    size = checkpoint.spec.expert_bytes(dtype)
+    out = bytearray(size)
+    reading = Noted(size)
+    checkpoint.read_expert_into(1, 2, dtype, memoryview(out), reading=reading)
+    assert out == canonical(made, 1, 2, dtype)
+    assert reading.done == size
+    assert reading.blocked == 3, "once a matrix"
+    early = Noted(size // 2)
+    with pytest.raises(TimeoutError):
+        checkpoint.read_expert_into(1, 2, dtype, memoryview(out), reading=early)
+    assert size // 2 < early.done <= size // 2 + 40
+
+
+def test_nothing_is_written_into_memory_that_was_given_up(tmp_path: Path) -> None:
+    """A read that hung comes back after its caller gave up: the caller's memory is another's."""
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "m"))
+
+    class GivenUp(Noted):
+        @contextmanager
+        def blocking(self) -> Iterator[None]:
+            with super().blocking():
+                yield
+            raise TimeoutError("given up")
+
+    out = bytearray(b"x" * checkpoint.spec.expert_bytes("float32"))
+    with pytest.raises(TimeoutError):
+        checkpoint.read_expert_into(0, 0, "float32", memoryview(out), reading=GivenUp(10**9))
+    assert set(out) == {ord("x")}

@@ -198,10 +198,10 @@ def test_a_wrong_prefix_is_named(at: int, value: bytes, field: str) -> None:
     assert caught.value.violations[0].field == field
 
 
-BODY = struct.Struct("<qqqqdiBBBBIII")
+BODY = struct.Struct("<qqqqdiBBBBHIII")
 FIELDS = [
     *("request_key", "incarnation", "term", "epoch", "timeout_s", "layer", "phase", "cause"),
-    *("dtype", "name", "hidden", "rows", "pairs"),
+    *("dtype", "name", "id", "hidden", "rows", "pairs"),
 ]
 
 
@@ -235,7 +235,9 @@ def forward_with(**changed: Any) -> list[bytes]:
         ({"timeout_s": float("inf")}, "timeout_s"),
         ({"timeout_s": -1.0}, "timeout_s"),
         ({"name": 255}, "router"),
-        ({"name": 3}, "router"),
+        ({"name": 3}, "request_id"),
+        ({"id": 1}, "request_id"),
+        ({"id": 65_535}, "request_id"),
     ],
 )
 def test_absurd_sizes_are_refused_before_anything_is_allocated(
@@ -250,6 +252,15 @@ def test_a_router_name_that_is_not_text_is_refused() -> None:
     frames = frames_of(forward())
     frames[0] = frames[0][:-1] + b"\xff"
     with pytest.raises(InvalidArgument, match="router"):
+        decode(frames)
+
+
+def test_a_request_id_arrives_and_one_that_is_not_text_is_refused() -> None:
+    named = dataclasses.replace(forward(), request_id="é" * 128)
+    frames = frames_of(named)
+    assert decode(frames).request_id == named.request_id
+    frames[0] = frames[0][:-1] + b"\xff"
+    with pytest.raises(InvalidArgument, match="request_id"):
         decode(frames)
 
 
@@ -299,6 +310,7 @@ def test_a_long_detail_is_cut_between_characters() -> None:
         {"rows": np.zeros((3, 4), np.float64)},
         {"rows": np.zeros(12, np.float32)},
         {"router": "r" * 129},
+        {"request_id": "é" * 257},
         {"call_id": 2**63},
         {"layer": 2**31},
         {"timeout_s": 0.0},

@@ -1,0 +1,435 @@
+"""A controller of a simulated world: the production engine, driven as the controller actor drives
+it.
+
+Responsible for the order that `Effects` demands: transitions are in the journal before a command
+that follows from them leaves, a table leaves before the commands after it. Dies where it is told
+to, between any two of these. Decides nothing. Talks to parts through `liaison`. Made by the fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+import msgspec
+
+from placement.engine import EngineSnapshot, RebalanceEngine, compute_target
+from placement.load import LoadFolder
+from placement.messages import events as ev
+from placement.messages.effects import (
+    Answer,
+    AnyCommand,
+    ComputeTarget,
+    Effects,
+    PublishTable,
+    ReleaseSlot,
+    ReplaceRank,
+    ReplaceRouter,
+    WakeAt,
+)
+from placement.messages.history import (
+    CommandSent,
+    PlanEnded,
+    PlanStarted,
+    RankGivenUp,
+    StallReported,
+    StateWritten,
+    TablePublished,
+    WaitsShortened,
+    WindowFolded,
+)
+from placement.routing import RoutingTable
+from placement.sim.journal import JournalFull, JournalOwned, Record, SimJournal
+from placement.sim.liaison import Liaison
+from placement.sim.network import Part
+from placement.sim.shard import ShardCommand
+from placement.sim.stage import Stage
+
+FULL_RETRY_S = 0.5
+SNAPSHOT_EVERY = 200
+"""Transitions after which a snapshot follows."""
+OWN_REQUEST = 0
+_STALL_RULES = frozenset(
+    {
+        "target_failed",
+        "target_stale",
+        "plan_running",
+        "target_outstanding",
+        "not_ready",
+        "paused",
+        "no_load",
+        "nothing_better",
+        "cooldown",
+        "step_aborted",
+        "drain_wait_over",
+        "repair",
+        "drain",
+        "budget",
+        "initial",
+    }
+)
+
+
+class DiesAt(StrEnum):
+    """Where the next transition kills the controller."""
+
+    NOWHERE = ""
+    BEFORE_WRITE = "before_write"
+    IN_WRITE = "in_write"
+    AFTER_WRITE = "after_write"
+    AFTER_FIRST_COMMAND = "after_first_command"
+
+
+class SimController(Part):
+    """One life of the controller, one term."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        engine: RebalanceEngine,
+        journal: SimJournal,
+        *,
+        replace_rank: Callable[[SimController, ReplaceRank], None],
+        replace_router: Callable[[SimController, str], None],
+        on_end: Callable[[SimController, str], None],
+        on_step: Callable[[SimController, Effects], None],
+    ) -> None:
+        super().__init__("controller", engine.state.term, stage.clock)
+        self.stage = stage
+        self.engine = engine
+        self.journal = journal
+        self.term = engine.state.term
+        self.dies_at = DiesAt.NOWHERE
+        self.step_back_s = 0.0
+        """How far its clock has jumped back: events carry older times."""
+        self.table: RoutingTable | None = None
+        self.started_from: EngineSnapshot = engine.snapshot()
+        self.inputs: list[tuple[ev.AnyEvent, Effects]] = []
+        self.answers: dict[int, Answer] = {}
+        self.folder = LoadFolder(
+            num_layers=stage.spec.num_layers,
+            num_experts=stage.spec.num_experts,
+            num_ranks=len(stage.topology.ranks),
+            window_s=stage.config.window_s,
+            sub_windows=stage.config.sub_windows,
+            start_s=stage.clock.now_s,
+        )
+        self.liaison = Liaison(self)
+        self._replace_rank = replace_rank
+        self._replace_router = replace_router
+        self._on_end = on_end
+        self._on_step = on_step
+        self._stepping = False
+        self._releases_from_s = 0.0
+        self._wake_at_s = -1.0
+        self._since_snapshot = 0
+        self._told = _intent(engine)
+        self._withheld: list[Effects] = []
+        self._paused_here = False
+        self._plan: tuple[str, str] | None = None
+        history = engine.state.history.windows
+        self._first_window = history[-1].index + 1 if history else 0
+        self._next_window_s = stage.clock.now_s + stage.config.window_s
+        self.after(stage.config.window_s, self._close_window)
+
+    # -- events and their effects ------------------------------------------------------------------
+
+    def feed(self, event: ev.AnyEvent) -> None:
+        """Give the engine an event and carry out what it asks for."""
+        if not self.alive:
+            return
+        assert not self._stepping, "one event at a time"
+        self._stepping = True
+        event = msgspec.structs.replace(event, at_s=self.clock.now_s - self.step_back_s)
+        effects = self.engine.step(event)
+        self.inputs.append((event, effects))
+        self._note_plan()
+        for record in effects.records:
+            self._count(record.rule, record.outcome)
+            if record.rule == "rank_lost":
+                rank = self.engine.state.ranks[int(record.numbers["rank"])]
+                life = rank.incarnation
+                self.stage.note(RankGivenUp, self.who, rank=rank.rank, incarnation=life)
+            if record.rule in _STALL_RULES:
+                self.stage.note(StallReported, self.who, term=self.term, why=record.rule)
+        if isinstance(event, ev.BudgetAsked) and _granted(effects):
+            wait_s = self.stage.config.budget_drain_wait_s
+            self.stage.note(WaitsShortened, self.who, term=self.term, wait_s=wait_s)
+        self._on_step(self, effects)
+        if self.alive:
+            self._write_and_execute(effects)
+        self._stepping = False
+
+    def _count(self, rule: str, outcome: str) -> None:
+        coverage = self.stage.coverage
+        if rule == "rank_refused":
+            coverage.refused("join.refused")
+        elif rule == "target_stale":
+            coverage.refused("target.stale")
+        elif (rule, outcome) == ("target_failed", "refused"):
+            coverage.refused("target.failed")
+
+    def _note_plan(self) -> None:
+        run = self.engine.state.run
+        now = None if run is None else (run.plan_id, run.cause)
+        if now == self._plan:
+            return
+        if self._plan is not None:
+            self.stage.note(PlanEnded, self.who, plan_id=self._plan[0], outcome="ended", why="")
+        self._plan = now
+        if run is not None:
+            self.stage.note(
+                PlanStarted,
+                self.who,
+                term=self.term,
+                plan_id=run.plan_id,
+                cause=run.cause,
+                drain_wait_s=run.drain_wait_s,
+            )
+
+    def _write_and_execute(self, effects: Effects) -> None:
+        for command in effects.commands:
+            if isinstance(command, WakeAt):
+                self._wake(command.at_s)
+        if self._withheld and (effects.transitions or _commands_shards(effects)):
+            # What is to be done to a shard follows from what could not be written yet.
+            self._withheld.append(effects)
+            return
+        dies_at = self.dies_at if effects.transitions else DiesAt.NOWHERE
+        if dies_at is DiesAt.BEFORE_WRITE:
+            self.end("fault")
+            return
+        try:
+            self._write(effects, torn=dies_at is DiesAt.IN_WRITE)
+        except JournalOwned:
+            self.stage.coverage.refused("journal.owner")
+            self.end("fenced")
+            return
+        except JournalFull:
+            self.stage.coverage.refused("journal.full")
+            self._disk_full(effects)
+            if effects.transitions:
+                return
+        if dies_at in (DiesAt.IN_WRITE, DiesAt.AFTER_WRITE):
+            self.end("fault")
+            return
+        self._execute(effects, only_first=dies_at is DiesAt.AFTER_FIRST_COMMAND)
+        if dies_at is DiesAt.AFTER_FIRST_COMMAND:
+            self.end("fault")
+
+    def _write(self, effects: Effects, *, torn: bool) -> None:
+        """Commit what must be remembered: transitions, epochs, and a snapshot where an intention
+        changed."""
+        intent = _intent(self.engine)
+        changed = intent != self._told or self._since_snapshot >= SNAPSHOT_EVERY
+        publishes = any(isinstance(c, PublishTable) for c in effects.commands)
+        if not (effects.transitions or changed or publishes):
+            return
+        snapshot = self.engine.snapshot() if changed else None
+        record = Record(effects.transitions, snapshot)
+        self.journal.write(self.term, record, self.engine.state.epoch, torn=torn)
+        if changed:
+            self._told, self._since_snapshot = intent, 0
+        self._since_snapshot += len(effects.transitions)
+        if not torn:
+            self._note_written(effects)
+
+    def _note_written(self, effects: Effects) -> None:
+        for t in effects.transitions:
+            self.stage.note(
+                StateWritten,
+                self.who,
+                term=self.term,
+                epoch=t.epoch,
+                plan_id=t.plan_id,
+                step_id=t.step_id,
+                kind=t.kind.value,
+                rank=t.rank,
+                slot=t.slot,
+                slot_tag=t.slot_tag,
+                key=self.stage.spec.key(t.layer, t.expert),
+                before=t.before,
+                after=t.after,
+            )
+
+    def _execute(self, effects: Effects, *, only_first: bool = False) -> None:
+        early = self.clock.now_s < self._releases_from_s
+        commands = [
+            c
+            for c in effects.commands
+            if not isinstance(c, WakeAt) and not (early and isinstance(c, ReleaseSlot))
+        ]
+        for command in commands[: 1 if only_first else None]:
+            self._carry_out(command)
+            if not self.alive:
+                return
+
+    def _carry_out(self, command: AnyCommand) -> None:
+        match command:
+            case ComputeTarget():
+                plan_s = self.stage.dice.around(self.stage.delays.plan_s)
+                self.after(plan_s, lambda: self.feed(compute_target(command, self.stage.config)))
+            case PublishTable():
+                self._publish(command.table)
+            case Answer():
+                self.answers[command.request_id] = command
+                if command.code != "ok":
+                    self.stage.coverage.refused(f"admin.{command.code}")
+            case ReplaceRank():
+                self._replace_rank(self, command)
+            case ReplaceRouter():
+                self._replace_router(self, command.router)
+            case WakeAt():
+                raise AssertionError("it was taken before")
+            case _:
+                self._note_sent(command)
+                self.liaison.submit(command)
+
+    def _note_sent(self, command: AnyCommand) -> None:
+        self.stage.note(
+            CommandSent,
+            self.who,
+            term=self.term,
+            command=type(command).__name__,
+            step_id=getattr(command, "step_id", -1),
+            rank=getattr(command, "rank", -1),
+            incarnation=getattr(command, "incarnation", -1),
+            slot=getattr(command, "slot", -1),
+            slot_tag=getattr(command, "slot_tag", -1),
+        )
+
+    def _publish(self, table: RoutingTable) -> None:
+        if not table.is_newer(self.table):
+            return  # a full disk held it back, and a newer one says all that it said
+        self.table = table
+        spec = self.stage.spec
+        keys = [
+            key
+            for key in range(spec.num_keys)
+            for _ in range(int(table.replica_ptr[key + 1]) - int(table.replica_ptr[key]))
+        ]
+        listed = zip(
+            keys,
+            table.replica_rank.tolist(),
+            table.replica_slot.tolist(),
+            table.replica_tag.tolist(),
+            strict=True,
+        )
+        self.stage.note(
+            TablePublished,
+            self.who,
+            term=table.term,
+            epoch=table.epoch,
+            num_keys=spec.num_keys,
+            listed=tuple(listed),
+            lives=tuple((r.rank, r.incarnation) for r in table.ranks),
+        )
+        self.liaison.publish(table)
+
+    # -- a disk without room -----------------------------------------------------------------------
+
+    def _disk_full(self, effects: Effects) -> None:
+        """New moves stop; what must be remembered waits until it is."""
+        if not self._withheld and not self._paused_here:
+            self._told = ()
+            if not self.engine.state.paused:
+                self._paused_here = True
+                pause = ev.PauseAsked(at_s=0.0, request_id=OWN_REQUEST, reason="the disk is full")
+                self.after(0.0, lambda: self.feed(pause))
+            self.after(FULL_RETRY_S, self._write_withheld)
+        if effects.transitions:
+            self._withheld.append(effects)
+
+    def _write_withheld(self) -> None:
+        withheld = self._withheld
+        waiting = tuple(t for effects in withheld for t in effects.transitions)
+        try:
+            record = Record(waiting, self.engine.snapshot())
+            self.journal.write(self.term, record, self.engine.state.epoch)
+        except JournalOwned:
+            self.stage.coverage.refused("journal.owner")
+            self.end("fenced")
+            return
+        except JournalFull:
+            self.after(FULL_RETRY_S, self._write_withheld)
+            return
+        self._withheld = []
+        self._told, self._since_snapshot = _intent(self.engine), 0
+        # The waits of these removals have passed while routers could not hear of the table that
+        # unlists them. The engine asks again.
+        self._releases_from_s = self.clock.now_s + 2 * self.stage.config.drain_wait_s
+        for effects in withheld:
+            self._note_written(effects)
+            self._execute(effects)
+            if not self.alive:
+                return
+        if self._paused_here:
+            self._paused_here = False
+            self.feed(ev.ResumeAsked(at_s=0.0, request_id=OWN_REQUEST))
+
+    # -- time and load -----------------------------------------------------------------------------
+
+    def _wake(self, at_s: float) -> None:
+        self._wake_at_s = at_s
+        delay_s = max(0.0, at_s + self.step_back_s - self.clock.now_s)
+        self.after(delay_s, lambda: self._woken(at_s))
+
+    def _woken(self, at_s: float) -> None:
+        if at_s != self._wake_at_s:
+            return
+        early_s = at_s - (self.clock.now_s - self.step_back_s)
+        if early_s > 0:  # the clock was set back meanwhile
+            self.after(early_s, lambda: self._woken(at_s))
+            return
+        self.feed(ev.TimerFired(at_s=at_s))
+
+    def _close_window(self) -> None:
+        window = self.folder.close(self.clock.now_s)
+        window = msgspec.structs.replace(window, index=self._first_window + window.index)
+        demand = window.demand.sum(axis=(0, 1)).reshape(-1)
+        keys = demand.nonzero()[0].tolist()
+        self.stage.note(
+            WindowFolded,
+            self.who,
+            term=self.term,
+            index=window.index,
+            demand=tuple((key, int(demand[key])) for key in keys),
+            executed=int(window.executed_pairs.sum()),
+        )
+        self.feed(ev.WindowClosed(at_s=0.0, window=window))
+        window_s = self.stage.config.window_s
+        self._next_window_s = max(self._next_window_s + window_s, self.clock.now_s)
+        self.after(self._next_window_s - self.clock.now_s, self._close_window)
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def fenced(self) -> None:
+        """A part has seen a higher term: another controller took over."""
+        self.end("fenced")
+
+    def end(self, cause: str) -> None:
+        """This life is over. cause: fault | fenced."""
+        if self.alive:
+            self.die()
+            self._on_end(self, cause)
+
+
+def _granted(effects: Effects) -> bool:
+    return any(isinstance(c, Answer) and c.code == "ok" for c in effects.commands)
+
+
+def _commands_shards(effects: Effects) -> bool:
+    return any(isinstance(command, ShardCommand) for command in effects.commands)
+
+
+def _intent(engine: RebalanceEngine) -> tuple[object, ...]:
+    """What no transition tells: a change of it is followed by a snapshot."""
+    state = engine.state
+    return (
+        state.paused,
+        None if state.run is None else state.run.plan_id,
+        *(
+            (r.status, r.incarnation, r.num_slots, r.drained_by, r.wanted_slots, r.budget_bytes)
+            for r in state.ranks
+        ),
+    )

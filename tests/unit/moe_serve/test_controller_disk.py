@@ -1,0 +1,266 @@
+"""A disk that is full or may not be written: what stops, what does not, and what is said of it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from moe_serve.controller.journal_store import JournalFull, StateStore, raise_full
+from moe_serve.controller.service import ControllerService
+from moe_serve.errors import FailedPrecondition
+from placement.engine.state import EngineState
+from placement.messages.codec import encode
+from placement.messages.events import (
+    AnyEvent,
+    ApplyAsked,
+    BudgetAsked,
+    DrainAsked,
+    PauseAsked,
+    ResumeAsked,
+    UndrainAsked,
+)
+from tests.fakes.controller import Rig, controller, make_cluster, make_settings, shards, until
+from tests.fakes.fleet import FakeFleet
+
+ROOT = Path(__file__).resolve().parents[3]
+HOT = {0: 400, 1: 10, 2: 10, 3: 10}
+
+
+@dataclass
+class Disk:
+    """What SQLite meets. `full`: it takes nothing of the state log."""
+
+    full: bool = False
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """A disk that a test fills and empties."""
+    found = Disk()
+    write = StateStore._transact
+
+    def transact(store: StateStore, **given: object) -> None:
+        if found.full:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise_full(error, store._path.parent)
+        write(store, **given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StateStore, "_transact", transact)
+    return found
+
+
+def commands(rig: Rig) -> list[int]:
+    return [len(shard.executed) for shard in shards(rig.cluster)]
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_stops_new_moves_and_nothing_else(tmp_path: Path, disk: Disk) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        driver = rig.service.life.driver
+        disk.full = True
+        cluster.demand = HOT
+        await until(lambda: bool(driver.problem))
+        await until(lambda: rig.state.paused)
+        assert any("no new moves" in p for p in rig.service.describe()["problems"])
+        sent = commands(rig)
+        await asyncio.sleep(0.3)
+        assert sent == commands(rig), "nothing follows from what is not on disk"
+        assert rig.service.describe()["ready"]
+        disk.full = False  # what was withheld is written and done
+        await until(lambda: not driver.problem)
+        await until(lambda: not rig.state.paused)
+        # A plan that could not be written for long was aborted and is tried again.
+        await until(
+            lambda: len(rig.listed(0)) >= 2 and all(rig.listed(e) for e in range(4)), wait_s=20.0
+        )
+
+
+MOVING: list[Callable[[int], AnyEvent]] = [
+    lambda n: BudgetAsked(at_s=0.0, request_id=n, rank=0, budget_bytes=3000),
+    lambda n: DrainAsked(at_s=0.0, request_id=n, rank=1),
+    lambda n: UndrainAsked(at_s=0.0, request_id=n, rank=1),
+    lambda n: ApplyAsked(at_s=0.0, request_id=n, plan_id="p"),
+    lambda n: ResumeAsked(at_s=0.0, request_id=n),
+]
+
+
+def wishes(state: EngineState) -> bytes:
+    """All that an operator's request could have changed."""
+    return encode([(r.drained_by, r.budget_bytes, r.wanted_slots, r.slots) for r in state.ranks])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("known", [False, True], ids=["found out by it", "known before"])
+@pytest.mark.parametrize("make", MOVING, ids=["budget", "drain", "undrain", "apply", "resume"])
+async def test_what_moves_is_refused_at_once_and_is_not_done_later(
+    tmp_path: Path, disk: Disk, make: Callable[[int], AnyEvent], known: bool
+) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        driver = rig.service.life.driver
+        if isinstance(make(1), ResumeAsked | ApplyAsked):
+            await driver.ask(lambda n: PauseAsked(at_s=0.0, request_id=n, reason="quiet"))
+        before = wishes(rig.state)
+        disk.full = True
+        # A plan nobody computed and a rank that is not drained alone write nothing.
+        if known or isinstance(make(1), ApplyAsked | UndrainAsked):
+            with pytest.raises(FailedPrecondition):
+                await driver.ask(lambda n: DrainAsked(at_s=0.0, request_id=n, rank=2))
+            assert driver.problem
+        sent, began_s = commands(rig), asyncio.get_running_loop().time()
+        with pytest.raises(FailedPrecondition, match=r"disk is full.*free space.*ask again"):
+            await driver.ask(make)
+        assert asyncio.get_running_loop().time() - began_s < 2.0, "not after the caller's time"
+        assert wishes(rig.state) == before
+        disk.full = False
+        await until(lambda: not driver.problem)
+        await asyncio.sleep(0.1)
+        assert wishes(rig.state) == before, "whoever was refused is not obeyed later"
+        assert commands(rig) == sent
+
+
+@pytest.mark.asyncio
+async def test_a_pause_is_obeyed_on_a_full_disk_and_outlives_it(tmp_path: Path, disk: Disk) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        driver = rig.service.life.driver
+        disk.full = True
+        with pytest.raises(FailedPrecondition):
+            await driver.ask(lambda n: DrainAsked(at_s=0.0, request_id=n, rank=1))
+        await until(lambda: rig.state.paused)
+        await driver.ask(lambda n: PauseAsked(at_s=0.0, request_id=n, reason="and stay so"))
+        disk.full = False
+        await until(lambda: not driver.problem)
+        await asyncio.sleep(0.1)
+        assert rig.state.paused
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_was_refused_replays_as_if_nobody_had_asked(
+    tmp_path: Path, disk: Disk
+) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        disk.full = True
+        with pytest.raises(FailedPrecondition):
+            await rig.service.life.driver.ask(lambda n: DrainAsked(at_s=0.0, request_id=n, rank=1))
+        disk.full = False
+    inputs = sqlite3.connect(tmp_path / "inputs.db")
+    bodies = b"".join(body for (body,) in inputs.execute("SELECT body FROM inputs"))
+    inputs.close()
+    assert b"DrainAsked" not in bodies
+    assert b"RankJoined" in bodies
+
+
+@pytest.mark.asyncio
+async def test_a_start_on_a_full_disk_is_told_in_one_line_and_touches_nothing(
+    tmp_path: Path, disk: Disk
+) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        epoch = rig.state.epoch
+    before, terms = cluster.living(), set(cluster.terms)
+    disk.full = True
+    service = ControllerService(make_settings(tmp_path), FakeFleet(cluster), serve_admin=False)
+    with pytest.raises(JournalFull) as caught:
+        await service.start()
+    assert "\n" not in caught.value.message
+    assert str(tmp_path) in caught.value.message
+    assert "free space there" in caught.value.message
+    assert cluster.living() == before, "the parts serve on"
+    assert cluster.terms == terms, "no term that no journal knows"
+    disk.full = False  # the next try goes on where the journal ended
+    async with controller(make_settings(tmp_path), cluster, owner=service._owner) as rig:
+        await rig.ready()
+        assert rig.state.epoch >= epoch
+        assert rig.service.life.beginning.owner == service._owner
+        assert cluster.living() == before
+
+
+REAL_DISK = """
+import asyncio, os, sqlite3, subprocess, sys
+from pathlib import Path
+from moe_serve.controller.journal import open_journal
+from moe_serve.controller.journal_rows import part_row
+from moe_serve.controller.journal_store import JournalFull
+from moe_serve.controller.settings import JournalLimits
+from moe_serve.errors import MoeServeError
+
+folder = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(folder)], check=True)
+
+async def commit(journal, text):
+    try:
+        await journal.commit([part_row(text, 1.0)])
+    except JournalFull as error:
+        return error.message
+    return "ok"
+
+async def main():
+    journal, _ = await open_journal(folder, "s", JournalLimits())
+    print("first", await commit(journal, "a"))
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as out:
+        try:
+            while True:
+                out.write(b"x" * 4096)
+        except OSError:
+            pass
+    said = [await commit(journal, "b" * 20_000) for _ in range(30)]
+    print("full", said[-1])
+    filler.unlink()
+    print("room", await commit(journal, "c" * 20_000))
+    await journal.close()
+    journal, image = await open_journal(folder, "s", JournalLimits())
+    await journal.close()
+    kept = sum(one == "ok" for one in said)
+    print("kept", len(image.parts) == min(kept, 1) + 2)
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+    try:
+        journal, _ = await open_journal(folder, "s", JournalLimits())
+        print("read-only", await commit(journal, "d"))
+        await journal.close()
+    except MoeServeError as error:
+        print("read-only", error.message)
+
+asyncio.run(main())
+"""
+
+
+def test_a_real_disk_that_is_full_or_read_only_is_told_apart_from_damage(tmp_path: Path) -> None:
+    unshare = shutil.which("unshare")
+    allowed = [unshare or "", "--user", "--map-root-user", "--mount"]
+    if unshare is None or subprocess.run([*allowed, "true"], check=False).returncode:
+        pytest.skip("no file systems may be mounted here")
+    folder = tmp_path / "state"
+    folder.mkdir()
+    done = subprocess.run(
+        [*allowed, sys.executable, "-c", REAL_DISK, str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert lines["first"] == lines["room"] == "ok"
+    assert "cannot be written" in lines["full"]
+    assert lines["kept"] == "True", "what was not refused is there, and nothing else"
+    assert str(folder) in lines["read-only"]
+    assert "may write" in lines["read-only"] or "make it writable" in lines["read-only"]

@@ -1,0 +1,131 @@
+"""A journal that a crash tore at any byte, or whose bytes changed: what was committed last is
+whole or gone, and other damage is refused."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from moe_serve.controller.journal_rows import Row, RowKind, epoch_row, part_row
+from moe_serve.controller.journal_store import STATE_FILE, JournalDamaged, StateStore
+
+HEADER, FRAME_HEADER = 32, 24
+COMMITS = 6
+
+
+def commit(store: StateStore, number: int) -> None:
+    """Two rows that belong together."""
+    store.append(1, [epoch_row(number, float(number)), part_row(f"s:shard:{number}:1", number)])
+
+
+def written(folder: Path) -> bytes:
+    """A journal of which only the beginning is in `state.db`: returns its write-ahead log."""
+    with closing(
+        sqlite3.connect(folder / STATE_FILE)
+    ) as db:  # small pages, so few bytes to tear at
+        db.execute("PRAGMA page_size = 512")
+        db.execute("VACUUM")
+    store = StateStore(folder, "s")
+    store.open_term(1, Row(RowKind.PART, 0.0, b"s:shard:0:1"), {})
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    for number in range(1, COMMITS + 1):
+        commit(store, number)
+    wal = (folder / f"{STATE_FILE}-wal").read_bytes()
+    for name in (STATE_FILE, f"{STATE_FILE}-wal"):  # as a crash leaves them: never closed
+        shutil.copy(folder / name, folder / f"kept-{name}")
+    store.close()
+    return wal
+
+
+def torn(folder: Path, wal: bytes) -> StateStore:
+    """The journal as it is opened after a crash that left these bytes."""
+    for suffix in ("", "-wal", "-shm"):
+        (folder / f"{STATE_FILE}{suffix}").unlink(missing_ok=True)
+    shutil.copy(folder / f"kept-{STATE_FILE}", folder / STATE_FILE)
+    (folder / f"{STATE_FILE}-wal").write_bytes(wal)
+    return StateStore(folder, "s")
+
+
+def commits_in(store: StateStore) -> int:
+    """How many commits it holds; each is there whole, and none without those before it."""
+    bodies = [(row.kind, row.body) for row in store.rows][1:]
+    wanted = [
+        pair
+        for number in range(1, COMMITS + 1)
+        for pair in (
+            (RowKind.EPOCH, epoch_row(number, 0.0).body),
+            (RowKind.PART, f"s:shard:{number}:1".encode()),
+        )
+    ]
+    assert bodies == wanted[: len(bodies)], "in their order, with none left out"
+    assert len(bodies) % 2 == 0, "half a commit is none"
+    return len(bodies) // 2
+
+
+def lengths(wal: bytes, *, every_byte: bool) -> list[int]:
+    """Where to tear: every byte, or around each frame's edges and at some bytes between."""
+    if every_byte:
+        return list(range(len(wal) + 1))
+    size = int.from_bytes(wal[8:12], "big") + FRAME_HEADER
+    edges = range(HEADER, len(wal) + 1, size)
+    near = {edge + by for edge in edges for by in (-1, 0, 1, FRAME_HEADER)}
+    anywhere = random.Random(7).sample(range(len(wal) + 1), 20)
+    return sorted({0, 1, HEADER - 1, *near, *anywhere} & set(range(len(wal) + 1)))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "every_byte",
+    [pytest.param(False, id="edges"), pytest.param(True, id="every byte", marks=pytest.mark.slow)],
+)
+def test_a_journal_torn_anywhere_holds_a_prefix_of_whole_commits(
+    tmp_path: Path, every_byte: bool
+) -> None:
+    wal = written(tmp_path)
+    held = []
+    for length in lengths(wal, every_byte=every_byte):
+        store = torn(tmp_path, wal[:length])
+        held.append(commits_in(store))
+        commit(store, 99)  # and it can be gone on with
+        store.close()
+    assert held == sorted(held), "a longer rest never holds less"
+    assert (held[0], held[-1]) == (0, COMMITS)
+    assert len(set(held)) == COMMITS + 1, "every commit was torn off once"
+
+
+def test_bytes_that_a_crash_left_behind_the_end_are_not_read(tmp_path: Path) -> None:
+    wal = written(tmp_path)
+    for junk in (b"\0" * 4096, b"\xff" * 5000, wal[HEADER:] * 2):
+        store = torn(tmp_path, wal + junk)
+        assert commits_in(store) == COMMITS
+        store.close()
+
+
+@pytest.mark.parametrize("seq", range(1, 6))
+def test_a_bit_that_flips_in_any_record_but_the_last_is_refused(tmp_path: Path, seq: int) -> None:
+    store = StateStore(tmp_path, "s")
+    store.open_term(1, Row(RowKind.PART, 0.0, b"s:shard:0:1"), {})
+    for number in range(1, 3):
+        commit(store, number)
+    store.close()
+    file = tmp_path / STATE_FILE
+    with closing(sqlite3.connect(file)) as db:
+        bodies = [bytes(body) for (body,) in db.execute("SELECT body FROM log ORDER BY seq")]
+    assert len(bodies) == 5
+    flipped = bytes([bodies[seq - 1][0] ^ 1]) + bodies[seq - 1][1:]
+    with closing(sqlite3.connect(file)) as db:
+        db.execute("UPDATE log SET body = ? WHERE seq = ?", (flipped, seq))
+        db.commit()
+    if seq < len(bodies):
+        with pytest.raises(JournalDamaged, match=f"record {seq} fails its checksum"):
+            StateStore(tmp_path, "s")
+    else:
+        store = StateStore(tmp_path, "s")
+        assert store.dropped_tail
+        assert len(store.rows) == len(bodies) - 1
+        store.close()
