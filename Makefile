@@ -10,10 +10,12 @@ FIRST_SEED ?= 0
 SEEDS ?= 200
 INPUTS ?= 1000000
 TARGET ?=
+ONLY ?=
+JOBS ?=
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint fmt types cover proto docs sim fuzz chaos reference picture bench peers bench-placement test-adapters clean
+.PHONY: help setup demo test test-all lint fmt types cover proto docs sim planted fuzz chaos reference picture bench peers bench-placement test-adapters clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -67,6 +69,9 @@ docs: setup  ## check links, the tree and the module names of docs/
 
 sim: setup  ## live through seeds of the simulated service: make sim SEEDS=200 FIRST_SEED=0
 	$(BIN)/python -m tests.simulation.campaign --first-seed $(FIRST_SEED) --seeds $(SEEDS)
+
+planted: setup  ## plant bugs into copies of the tree, each must be caught: make planted ONLY=name JOBS=2
+	$(BIN)/python -m tests.planted.run $(addprefix --only ,$(ONLY)) $(addprefix --jobs ,$(JOBS))
 
 fuzz: setup  ## feed every decoder bytes: make fuzz INPUTS=1000000 TARGET=wire_frames (all without TARGET)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[fuzz]' || echo 'without atheris: not guided by coverage'

@@ -267,6 +267,11 @@ class ShardPort(Protocol):
         """Identity, inventory, budgets."""
         ...
 
+    async def fence(self, term: int) -> ShardInfo:
+        """`describe`, and from here on refuse commands of lower terms: nothing that an older
+        controller still has on its way changes what was told. Raises StaleTerm, Unavailable."""
+        ...
+
     async def execute(self, term: int, command: ShardCommand) -> ShardAnswer:
         """Run one placement command. Raises StaleTerm where the shard has seen a higher term,
         Unavailable where it is gone. The answer's at_s is the shard's and is restamped by the
@@ -320,6 +325,9 @@ class RouterReport:
     queued_pairs: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """Pairs of requests that wait for a permit now, int64 [n], by key as in DemandReport: no count
     since the last report but what stands in the queue."""
+    applied_term: int = 0
+    """Term of the table that both epochs count in, 0 = not told. Another controller's epochs say
+    nothing of one's own tables, though the numbers may be the same."""
 
 
 class RouterPort(Protocol):

@@ -134,7 +134,7 @@ def read_record(service: str = "") -> ServiceRecord:
 def refresh_record(service: str, router_addresses: tuple[str, ...]) -> None:
     """Note where a running service's routers are now: one that was created anew may listen at
     another port. A record that cannot be read or written stays as it is."""
-    with contextlib.suppress(NotFound, StartRefused):
+    with contextlib.suppress(NotFound, StartRefused, OSError):
         record = read_record(service)
         if router_addresses and record.router_addresses != router_addresses:
             write_record(msgspec.structs.replace(record, router_addresses=router_addresses))

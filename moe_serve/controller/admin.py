@@ -305,6 +305,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
 
     def _check_apply(self, plan_id: str) -> None:
         """Raises what the engine would answer, found out on a copy of it."""
+        self._source.life.driver.check_moves()
         live = self._source.life.driver.engine
         twin = RebalanceEngine.replayed(live.snapshot())
         effects = twin.step(ApplyAsked(at_s=live.state.now_s, request_id=-1, plan_id=plan_id))

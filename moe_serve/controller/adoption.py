@@ -2,19 +2,20 @@
 
 Responsible for the rule: with a journal, adopt what it names and end the rest; without one, adopt
 every part of the service that answers and end none. Must never create a part. Called when a life
-begins, before its term is claimed.
+begins: `adopt` before its term is claimed, `fence` after.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from moe_serve.controller.names import PartKind, PartName, parse
 from moe_serve.controller.parts import RouterPart, ShardPart, router_part, shard_part
-from moe_serve.errors import MoeServeError
+from moe_serve.errors import MoeServeError, StaleTerm
 from moe_serve.ports import Fleet
 
 _T = TypeVar("_T")
@@ -64,6 +65,23 @@ async def adopt(
     return adopted
 
 
+async def fence(adopted: Adopted, term: int, *, patience_s: float) -> None:
+    """Make adopted shards refuse every lower term, and take what they tell then for what they hold:
+    before, an older controller may still have had commands on their way.
+
+    A shard that does not answer within `patience_s` is not adopted. Raises StaleTerm where one has
+    seen a higher term.
+    """
+    told = await asyncio.gather(
+        *(_described(partial(part.port.fence, term), patience_s) for part in adopted.shards)
+    )
+    adopted.shards = [
+        replace(part, info=info)
+        for part, info in zip(adopted.shards, told, strict=True)
+        if info is not None
+    ]
+
+
 async def _take(fleet: Fleet, name: PartName, adopted: Adopted, patience_s: float) -> None:
     if name.kind is PartKind.SHARD:
         shard = await fleet.find_shard(str(name))
@@ -83,6 +101,8 @@ async def _described(describe: Callable[[], Awaitable[_T]], patience_s: float) -
             while True:
                 try:
                     return await describe()
+                except StaleTerm:
+                    raise
                 except MoeServeError:
                     await asyncio.sleep(DESCRIBE_PAUSE_S)
     except TimeoutError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from moe_serve.controller.adoption import Adopted, adopt
+from moe_serve.controller.adoption import Adopted, adopt, fence
 from moe_serve.controller.clock import DriverClock, boot_id, boot_s
 from moe_serve.controller.journal import Journal, move_aside, open_journal
 from moe_serve.controller.journal_rows import JournalImage, Starts, StateSnapshot
@@ -58,7 +58,8 @@ async def begin(
     """Read everything, claim a term above `term_seen` too, build the engine.
 
     owner: name of this machine. counts_as_start: False where a fenced controller begins again
-    without having died. Raises StartRefused, JournalFull, Unavailable; nothing is left open then.
+    without having died. Raises StartRefused, JournalFull, Unavailable, and StaleTerm where another
+    controller began meanwhile; nothing is left open then.
     """
     journal, image = await open_journal(settings.state_dir, settings.service_id, settings.journal)
     problems: list[str] = []
@@ -149,6 +150,7 @@ async def _with_journal(
             "`moe-serve down` first"
         )
     term = await claim_term(fleet, journal, (image.intended_term, adopted.highest_term, term_seen))
+    await fence(adopted, term, patience_s=settings.config.rank_silence_s)
     clock = DriverClock(image.last_at_s)
     epoch = first_epoch(
         image.epoch, (p.info for p in adopted.shards), (p.info for p in adopted.routers)

@@ -87,6 +87,7 @@ class PartCreator:
         self._limits = limits
         self._post = post
         self._fenced = fenced
+        self._term = term
         self._incarnations = Incarnations(term)
         self._making: set[tuple[PartKind, str]] = set()
         self._room = asyncio.Semaphore(limits.create_at_once)
@@ -196,10 +197,22 @@ class PartCreator:
         await self._journal.commit([part_row(str(name), self._clock.now_s())])
         if kind is PartKind.SHARD:
             shard = await self._fleet.create_shard(str(name), name.rank, incarnation)
+            await self._still_ours(str(name))
             return shard_part(name, shard, await shard.describe(), self._clock.now_s())
         last_port = self._router_ports.get(place, 0)
         router = await self._fleet.create_router(str(name), place, incarnation, last_port)
+        await self._still_ours(str(name))
         return router_part(name, router, await router.describe(), self._clock.now_s())
+
+    async def _still_ours(self, name: str) -> None:
+        """End a part just created where another controller took over meanwhile: that one would not
+        know of it, nor wait for a router that it does not know. Raises StaleTerm then."""
+        claimed = 0
+        with contextlib.suppress(MoeServeError):  # no word of a newer term: none is known
+            claimed = await self._fleet.highest_term()
+        if claimed > self._term:
+            await self._fleet.kill(name)
+            raise StaleTerm(f"term {claimed} was claimed while {name} was created", term=claimed)
 
     def _note(self, kind: PartKind, place: str, error: MoeServeError) -> None:
         where = place_of(PartName(self._service_id, kind, place, 0))

@@ -124,6 +124,8 @@ class Driver:
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._moving: set[int] = set()
         """Numbers of requests without an answer that move something."""
+        self._refused: set[int] = set()
+        """Numbers of those that were refused before their turn came."""
         self._next_request = OWN_REQUEST + 1
         self._wake_at_s = clock.now_s()
         self._since_snapshot = 0
@@ -148,8 +150,8 @@ class Driver:
         number = self._next_request
         event = make(number)
         moves = isinstance(event, _MOVING)
-        if moves and self.problem:
-            raise self._refusal()
+        if moves:
+            self.check_moves()
         if isinstance(event, PauseAsked):
             self._paused_here = False  # somebody wants it so, whatever the disk does
         self._next_request += 1
@@ -163,6 +165,11 @@ class Driver:
         finally:
             self._answers.pop(number, None)
             self._moving.discard(number)
+
+    def check_moves(self) -> None:
+        """Raises FailedPrecondition while nothing may be moved, naming the problem."""
+        if self.problem:
+            raise self._refusal()
 
     async def run(self) -> None:
         """Take events for ever. Raises StaleTerm where another controller owns the journal."""
@@ -193,9 +200,13 @@ class Driver:
         event = msgspec.structs.replace(event, at_s=at_s)
         if self._journal.wants_segment(at_s):
             self._journal.begin_segment(at_s, encode(self.engine.snapshot()))
-        ahead = isinstance(event, _MOVING) and event.request_id != OWN_REQUEST
-        if ahead and not await self._written_ahead(event, at_s):
-            return
+        number = event.request_id if isinstance(event, _MOVING) else OWN_REQUEST
+        ahead: Effects | None = None
+        if number != OWN_REQUEST:
+            ahead = await self._written_ahead(event, number, at_s)
+            self._refused.discard(number)
+            if ahead is None:
+                return
         self._journal.append_input(at_s, encode(event))
         if at_s >= self._wake_at_s:
             self._wake_at_s = NEVER_S
@@ -208,19 +219,22 @@ class Driver:
             self._figures.window_closed(self.engine.state, event.window)
         run = self.engine.state.run
         self._book.note(effects.transitions, () if run is None else run.steps)
-        if not ahead:
+        if ahead is None:
             await self._write_and_execute(effects, at_s)
         else:
+            same = encode(effects.transitions) == encode(ahead.transitions)
+            assert same, f"request {number} does something else than what is on disk"
             self._carry_out(effects)
         if effects.records or effects.transitions or effects.commands:
             self._bell.ring()
 
-    async def _written_ahead(self, event: AnyEvent, at_s: float) -> bool:
-        """Whether what an operator's request will do could be written; it is on disk then, and not
-        yet done. Else its answer says why not."""
+    async def _written_ahead(self, event: AnyEvent, number: int, at_s: float) -> Effects | None:
+        """What an operator's request will do, on disk and not yet done. None where it could not be
+        written, or was refused before: its answer says why not."""
         if self.problem:
             self._refuse_moving()
-            return False
+        if self.problem or number in self._refused:
+            return None
         twin = RebalanceEngine.replayed(self.engine.snapshot())
         effects = twin.step(event)
         published = self._book.epochs_published
@@ -231,9 +245,9 @@ class Driver:
         except JournalFull as error:
             self._book.epochs_published = published
             self._disk_full(error)
-            return False
+            return None
         self._since_snapshot += len(effects.transitions)
-        return True
+        return effects
 
     async def _write_and_execute(self, effects: Effects, at_s: float) -> None:
         rows = self._rows(self.engine, effects, at_s)
@@ -332,6 +346,7 @@ class Driver:
             waiting = self._answers[number]
             if not waiting.done():
                 waiting.set_exception(self._refusal())
+                self._refused.add(number)
 
     def _refusal(self) -> FailedPrecondition:
         return FailedPrecondition(f"{self.problem}; then ask again")

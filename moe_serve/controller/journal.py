@@ -175,7 +175,11 @@ class Journal:
     def _open(self, folder: Path, service_id: str) -> JournalImage:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = StateStore(folder, service_id, self._limits.state_bytes_max)
-        inputs = InputsStore(folder)
+        try:
+            inputs = InputsStore(folder)
+        except BaseException:
+            state.close()
+            raise
         self._stores = _Stores(state, inputs)
         self._segments = inputs.segments()
         self._segment = max((s for s, _, _ in self._segments), default=0)

@@ -180,6 +180,8 @@ def image_of(
             parts.pop(row.body.decode(), None)
         else:
             epoch, epochs = max(epoch, _number(row.body)), epochs + 1
+    if not (0 <= epoch <= NUMBER_MAX and 0 <= epochs <= NUMBER_MAX):
+        raise ValueError(f"epoch {epoch} of {epochs} is none")
     starts = tuple(_seconds(word) for word in meta.get("starts", "").split())
     times = [last_at_s, *(row.at_s for row in rows)]
     if not all(map(is_time, (*starts, *times))):

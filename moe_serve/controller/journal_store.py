@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from moe_serve.controller.journal_rows import Row, RowKind, checksum, is_time
+from moe_serve.controller.journal_wal import lost_commits
 from moe_serve.errors import MoeServeError, StaleTerm, StartRefused
 
 FORMAT = "4"
@@ -70,7 +71,11 @@ class StateStore:
     def __init__(self, folder: Path, service_id: str, bytes_max: int = 0) -> None:
         self._path = folder / STATE_FILE
         self.dropped_tail = False
+        wal = self._path.with_name(f"{STATE_FILE}-wal")
         try:
+            # Looked at before SQLite does, who would drop what it cannot read.
+            if wal.exists() and lost_commits(wal.read_bytes()):
+                raise self._damaged("its write-ahead log is not what was written")
             self._db = _connect(self._path, "FULL", _STATE_SCHEMA)
             if bytes_max:
                 self._db.execute(f"PRAGMA max_page_count = {max(1, bytes_max // 4096)}")
@@ -87,6 +92,9 @@ class StateStore:
                     "that the controller may write, and no other program may hold its files"
                 ) from error
             raise self._damaged(str(error)) from error
+        except UnicodeDecodeError as error:
+            # SQLite quotes the file in what it says, and Python could not read that.
+            raise self._damaged("its text is no UTF-8") from error
 
     def meta(self) -> dict[str, str]:
         """All settings of the journal itself, by key."""
@@ -215,7 +223,7 @@ def peek(folder: Path, service_id: str) -> None:
             meta = _meta(db)
     except sqlite3.OperationalError:
         return  # a folder without rights, another program at it, a file nobody wrote to yet
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         raise damaged(path, str(error)) from error
     if meta:
         _check_meta(path, meta, service_id)
@@ -314,7 +322,7 @@ def _connect(path: Path, synchronous: str, schema: str) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA synchronous = {synchronous}")
         db.executescript(schema)
-    except sqlite3.DatabaseError:
+    except (sqlite3.DatabaseError, UnicodeDecodeError):
         db.close()
         raise
     return db

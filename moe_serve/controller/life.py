@@ -211,12 +211,13 @@ class Life:
                 self.creator.replace_router(router)
 
     def _found(self) -> list[AnyPart]:
-        """Adopted parts that have a place here."""
+        """Adopted parts that have a place here. Routers first: a removal goes on once its rank is
+        heard of, and must find every router there is in the acknowledging set."""
         adopted = self.beginning.adopted
         ranks = len(self.settings.ranks)
         return [
-            *(part for part in adopted.shards if part.name.rank < ranks),
             *(part for part in adopted.routers if part.name.place in self.settings.routers),
+            *(part for part in adopted.shards if part.name.rank < ranks),
         ]
 
     def _names(self) -> list[str]:

@@ -39,6 +39,9 @@ class ShardPart:
     """Why it is suspected, "" while it is not."""
     table_order: tuple[int, int] = (0, 0)
     """(term, epoch) of the table it was last seen to hold."""
+    copied: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Step -> when the engine was last told how far its copy is, and how many bytes that was; only
+    of copies that ran at the last report."""
 
     @property
     def busy(self) -> bool:

@@ -26,6 +26,7 @@ from placement.config import RebalanceConfig
 from placement.load import LoadFolder
 from placement.messages.events import (
     AnyEvent,
+    CopyProgress,
     RankCleared,
     RankLost,
     RankSuspected,
@@ -37,6 +38,9 @@ from placement.messages.events import (
 
 HUNG_ROUTER_S = 30.0
 """A router whose actor lives but that has not answered for this long is replaced."""
+PROGRESS_SHARE = 0.5
+"""Of a window: how often at most the engine is told how far one copy is. Each event is journalled,
+and a plan stands still only after two windows without one."""
 
 
 class Host(Protocol):
@@ -121,6 +125,26 @@ class Polls:
             part.source = hotness.source
             if self._folder.add_hotness(hotness, now_s):
                 part.progress_s = now_s
+        await self._copies_reported(part, report, now_s)
+
+    async def _copies_reported(self, part: ShardPart, report: ShardReport, now_s: float) -> None:
+        """Tell the engine of copies that have come further since it was last told."""
+        told, part.copied = part.copied, {}
+        for copy in report.copies:
+            at_s, done_bytes = told.get(copy.step_id, (now_s, 0))
+            due = now_s - at_s >= PROGRESS_SHARE * self._config.window_s
+            grown = copy.done_bytes > done_bytes
+            part.copied[copy.step_id] = (
+                (now_s, copy.done_bytes)
+                if due and grown
+                else (
+                    at_s,
+                    done_bytes,
+                )
+            )
+            if due and grown:
+                event = CopyProgress(at_s=0.0, step_id=copy.step_id, copied_bytes=copy.done_bytes)
+                await self._post(event)
 
     def _explained(self, part: ShardPart) -> bool:
         """Whether a probe without an answer only waits behind work that goes on: the shard must
@@ -195,10 +219,12 @@ class Polls:
             part.source = demand.source
             self._folder.add_demand(demand, now_s)
         self._folder.set_queued(name, report.queued_key, report.queued_pairs)
-        if report.applied_epoch > part.applied:
+        self._check_term(report.applied_term)
+        ours = report.applied_term in (0, self._term)
+        if ours and report.applied_epoch > part.applied:
             part.applied = report.applied_epoch
             await self._post(TableApplied(at_s=0.0, router=name, epoch=part.applied))
-        if report.quiesced_epoch > part.quiesced:
+        if ours and report.quiesced_epoch > part.quiesced:
             part.quiesced = report.quiesced_epoch
             await self._post(TableQuiesced(at_s=0.0, router=name, epoch=part.quiesced))
         await self._avoided(part, report)

@@ -321,4 +321,9 @@ class ControllerService:
             except MoeServeError as error:
                 self._fault = error.message
                 self._log.warning("controller could not begin again", reason=error.message)
+            except Exception as error:
+                # A folder without rights, a damaged disk: told and tried again, as a first start
+                # is. Nobody else would begin.
+                self._fault = f"{type(error).__name__}: {error}"
+                self._log.warning("controller could not begin again", reason=self._fault)
             pause_s = min(2 * pause_s, FENCED_PAUSE_MAX_S)

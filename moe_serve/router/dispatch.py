@@ -231,6 +231,7 @@ class RouterCore:
         return RouterReport(
             router=self.settings.router,
             incarnation=self.settings.incarnation,
+            applied_term=0 if self.role.table is None else self.role.table.term,
             applied_epoch=self.role.applied_epoch,
             quiesced_epoch=self.role.quiesced_epoch,
             reports=self.demand.reports(acked_seq, at_s),
@@ -344,7 +345,8 @@ class RouterCore:
     async def _deliver(self, flight: Flight, dispatch: Dispatch) -> None:
         """Send one sub-call and tell the role how it ended, whatever happens."""
         rank, incarnation = dispatch.part.rank, dispatch.incarnation
-        lane = self._lanes.use(rank, incarnation)
+        # What has no time left is not sent: a shard would take it for malformed.
+        lane = self._lanes.use(rank, incarnation) if dispatch.timeout_s > 0.0 else None
         ended: SubReply | Lost = CANCELLED
         try:
             if lane is not None:
@@ -385,12 +387,14 @@ class RouterCore:
         """Close the request and end its tasks: each tells the role that its sub-call is over."""
         del self._flights[flight.key]
         added = self.role.close_request(flight.key)
-        await flight.end_tasks()
-        # A task that was cancelled before its first step has told nobody.
-        for dispatch in list(flight.unsettled.values()):
-            self._settle(flight, dispatch, CANCELLED)
-        if self.role.waiting:
-            self._tries.start_retries()
+        try:
+            await flight.end_tasks()
+        finally:
+            # A task that was cancelled before its first step has told nobody.
+            for dispatch in list(flight.unsettled.values()):
+                self._settle(flight, dispatch, CANCELLED)
+            if self.role.waiting:
+                self._tries.start_retries()
         return added
 
     async def _combine(self, flight: Flight, added: tuple[Contribution, ...]) -> ForwardOutput:

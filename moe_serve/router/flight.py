@@ -19,6 +19,7 @@ from moe_serve.ports import SubCall, SubReply
 from moe_serve.router.checks import ForwardInput
 from moe_serve.router.ledger import CombinedEntry, Entry, RequestEntry
 from moe_serve.rpc.codec import pack_bits
+from moe_serve.wire.frame import TIMEOUT_S_MAX
 from placement.roles.calls import Contribution
 from placement.roles.router_records import Dispatch, Failure, FailureKind
 
@@ -69,15 +70,18 @@ class Flight:
         task.add_done_callback(self.tasks.discard)
 
     async def end_tasks(self) -> None:
-        """Cancel what still runs and wait until it has ended."""
+        """Cancel what still runs and wait until it has ended, also where the caller is cancelled
+        meanwhile."""
         tasks = list(self.tasks)
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.gather(*tasks, return_exceptions=True)
-        if not self.done.cancel() and not self.done.cancelled():
-            # Looked at, so that asyncio does not report an error that nobody waits for any more.
-            self.done.exception()
+        try:
+            if tasks:
+                await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            if not self.done.cancel() and not self.done.cancelled():
+                # Looked at, so that asyncio does not report an error that nobody waits for.
+                self.done.exception()
 
 
 def sub_call_of(flight: Flight, dispatch: Dispatch, router: str, rows: npt.NDArray[Any]) -> SubCall:
@@ -95,7 +99,8 @@ def sub_call_of(flight: Flight, dispatch: Dispatch, router: str, rows: npt.NDArr
         term=dispatch.term,
         epoch=dispatch.epoch,
         dtype=request.dtype,
-        timeout_s=dispatch.timeout_s,
+        # A caller may give more time than the wire takes for a sound figure.
+        timeout_s=min(dispatch.timeout_s, TIMEOUT_S_MAX),
         rows=rows,
         row_id=part.row_id,
         pair_row=part.pair_row,

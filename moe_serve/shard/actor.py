@@ -34,13 +34,14 @@ from moe_serve.shard.executed import LedgerEntry
 from moe_serve.shard.settings import ShardSettings
 from moe_serve.wire.control_codec import decode_table
 from placement.messages.codec import decode_command, decode_event, encode
-from placement.messages.effects import CopyExpert, ReleaseSlot, VerifyExpert
+from placement.messages.effects import AbortAdd, CopyExpert, ReleaseSlot, VerifyExpert
 from placement.routing import RoutingTable
 
-CONCURRENCY_GROUPS: Final = MappingProxyType({"ctl": 4, "copy": 8, "probe": 2})
-"""Threads: `ctl` answers at once (describe, report, tables, reserve, abort), `copy` may take long
-(copy, verify, release). A `probe` waits for the compute thread, so it takes no thread of theirs: a
-table must get through where a probe does not."""
+CONCURRENCY_GROUPS: Final = MappingProxyType({"ctl": 4, "copy": 8, "abort": 2, "probe": 2})
+"""Threads: `ctl` answers at once (describe, report, tables, reserve), `copy` may take long (copy,
+verify, release). An `abort` waits for the copy that it ends, possibly for seconds, and must not
+wait behind eight of them. A `probe` waits for the compute thread, so it takes no thread of theirs:
+a table must get through where a probe does not."""
 
 SHARD_ENV_VARS: Final = MappingProxyType(
     {
@@ -109,6 +110,14 @@ class ShardActor:
         return self._shard.describe()
 
     @ray.method(concurrency_group="ctl")
+    def fence(self, term: int) -> Outcome:
+        """See `ShardPort.fence`; `value` is the ShardInfo."""
+        try:
+            return Outcome(self._shard.fence(term))
+        except MoeServeError as error:
+            return outcome_of(error)
+
+    @ray.method(concurrency_group="ctl")
     def execute(self, term: int, command: bytes) -> Outcome:
         """Run a command that is answered at once; see `ShardPort.execute`. `value` is the event's
         bytes."""
@@ -117,6 +126,11 @@ class ShardActor:
     @ray.method(concurrency_group="copy")
     def execute_long(self, term: int, command: bytes) -> Outcome:
         """The same for commands that may take long."""
+        return self._execute(term, command)
+
+    @ray.method(concurrency_group="abort")
+    def execute_abort(self, term: int, command: bytes) -> Outcome:
+        """The same for AbortAdd."""
         return self._execute(term, command)
 
     @ray.method(concurrency_group="ctl")
@@ -190,11 +204,20 @@ class RayShardPort:
         """Identity, inventory, budgets. Raises Unavailable."""
         return await self._wait(self._handle.describe.remote(), self._timeout_s)
 
+    async def fence(self, term: int) -> ShardInfo:
+        """Refuse lower terms from here on, and describe. Raises StaleTerm, Unavailable."""
+        outcome: Outcome = await self._wait(self._handle.fence.remote(term), self._timeout_s)
+        info = outcome.unwrap()
+        assert isinstance(info, ShardInfo), f"{type(info).__name__} describes no shard"
+        return info
+
     async def execute(self, term: int, command: ShardCommand) -> ShardAnswer:
         """Run one placement command. Raises StaleTerm, Unavailable, FailedPrecondition."""
         data = encode(command)
         if isinstance(command, CopyExpert | VerifyExpert | ReleaseSlot):
             reference = self._handle.execute_long.remote(term, data)
+        elif isinstance(command, AbortAdd):
+            reference = self._handle.execute_abort.remote(term, data)
         else:
             reference = self._handle.execute.remote(term, data)
         extra_s = command.timeout_s if isinstance(command, CopyExpert) else 0.0

@@ -148,6 +148,12 @@ class Shard:
         if not isinstance(self.core.backend, FaultyBackend):
             self.core.use_backend(FaultyBackend(self.core.backend, self.faults))
 
+    def fence(self, term: int) -> ShardInfo:
+        """Refuse lower terms from here on, and describe. Raises StaleTerm."""
+        self.core.accept_term(term)
+        # Whoever asks is the newest controller now, so what is held changes by its commands only.
+        return self.describe()
+
     def describe(self) -> ShardInfo:
         """Identity, inventory, budgets."""
         settings, core = self.settings, self.core

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import Final
@@ -105,24 +106,24 @@ class ShardCommands:
             assert not isinstance(command, SetRankSlots), "no fault point for it"
             return self._failed(command.step_id, "io", "ordered by a fault point")
         try:
-            answer = self._carry_out(command)
+            answer = self._carry_out(term, command)
         except MemoryError as error:
             step_id = -1 if isinstance(command, SetRankSlots) else command.step_id
             answer = self._failed(step_id, "over_budget", f"no memory for the command: {error}")
         return msgspec.structs.replace(answer, at_s=self._core.clock())
 
-    def _carry_out(self, command: ShardCommand) -> Answer:
+    def _carry_out(self, term: int, command: ShardCommand) -> Answer:
         match command:
             case ReserveSlot():
-                return self._reserve(command)
+                return self._reserve(term, command)
             case CopyExpert():
                 return self._copy(command)
             case VerifyExpert():
                 return self._verify(command)
             case AbortAdd() | ReleaseSlot():
-                return self._leave(command)
+                return self._leave(term, command)
             case SetRankSlots():
-                return self._set_slots(command)
+                return self._set_slots(term, command)
 
     def progress(self) -> tuple[RunningCopy, ...]:
         """How far each running copy is, by slot."""
@@ -145,7 +146,7 @@ class ShardCommands:
         for job in jobs:
             self._stop_copy(job)
 
-    def _reserve(self, command: ReserveSlot) -> Answer:
+    def _reserve(self, term: int, command: ReserveSlot) -> Answer:
         model = self._core.model
         if not model.holds(command.layer, command.expert):
             return self._failed(
@@ -153,6 +154,7 @@ class ShardCommands:
             )
         pool = self._pool
         with self._core.lock:
+            self._core.accept_term(term)  # under the lock: nothing changes after an inventory
             claimed = 0 <= command.slot < pool.num_slots and not pool.holds(command.slot)
             if claimed:
                 # The bytes count against the budget from here on, before the first one is copied,
@@ -213,9 +215,11 @@ class ShardCommands:
         if command.source.rank < 0 and self.hung_reads >= HUNG_READS_MAX:
             ended(CopyOutcome("io", f"{HUNG_READS_MAX} reads of the checkpoint hang", 0.0, False))
             return
-        job = CopyJob(
-            self._core, self._pool, self._sources, command, faults=self._faults, on_end=ended
-        )
+        sources = self._sources
+        if command.source.rank >= 0 and self.hung_reads:
+            # It may be the cache's disk that hangs, and a rank needs none.
+            sources = replace(sources, cache=None)
+        job = CopyJob(self._core, self._pool, sources, command, faults=self._faults, on_end=ended)
         self._jobs[command.slot] = job
         job.start()
 
@@ -280,7 +284,7 @@ class ShardCommands:
             self._verifying.discard(slot)
             self._core.lock.notify_all()
 
-    def _leave(self, command: AbortAdd | ReleaseSlot) -> Answer:
+    def _leave(self, term: int, command: AbortAdd | ReleaseSlot) -> Answer:
         with self._core.lock:
             # A slot that is being digested and probed is held by nothing the role knows of.
             free = self._core.lock.wait_for(
@@ -288,6 +292,7 @@ class ShardCommands:
             )
             if not free:
                 return self._failed(command.step_id, "timeout", "is being verified")
+            self._core.accept_term(term)  # a higher one may have taken stock meanwhile
             if isinstance(command, AbortAdd):
                 begun = self._slots.abort(command)
             else:
@@ -311,8 +316,9 @@ class ShardCommands:
         with self._core.lock:
             self._hung.append(job)
 
-    def _set_slots(self, command: SetRankSlots) -> Answer:
+    def _set_slots(self, term: int, command: SetRankSlots) -> Answer:
         with self._core.lock:
+            self._core.accept_term(term)
             pool = self._pool
             missing = pool.resident_bytes - command.budget_bytes
             # Where slots above the new number are held, the role names them.

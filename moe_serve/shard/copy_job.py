@@ -91,8 +91,11 @@ class CopyJob:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
-        self._thread.start()
+        """Begin. Where the system has no thread for it, it has failed on return."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._end("io", f"the copy was not begun: {error}")
 
     def abort(self) -> None:
         """Tell it to stop; it ends at its next chunk."""

@@ -20,30 +20,32 @@ STALL_UNKNOWN_S = 60.0
 """Time that a batch may take while nothing is known of its like."""
 STALL_ROW_S = 10.0
 """Time that the rows of proofs and probes between two batches may take."""
+_NOTHING = (math.nan, math.inf)
+"""When nothing began, and until when that is in order."""
 
 
 class Stall:
-    """What is computed now and until when that is in order. Reads and writes of a float are atomic,
-    so no lock is needed."""
+    """What is computed now and until when that is in order. Both times are read and written as
+    one pair, which is atomic, so no lock is needed."""
 
     def __init__(self) -> None:
-        self._began_s = math.nan
-        self._limit_s = math.inf
+        self._times = _NOTHING
 
     def began(self, expected_s: float, at_s: float) -> None:
         """A batch that should take `expected_s` (0 = unknown) is being computed."""
         known = 0.0 < expected_s < math.inf
         allowed_s = max(STALL_LEAST_S, STALL_FACTOR * expected_s) if known else STALL_UNKNOWN_S
-        self._began_s, self._limit_s = at_s, at_s + allowed_s
+        self._times = (at_s, at_s + allowed_s)
 
     def rows_began(self, at_s: float) -> None:
         """Proofs and probes are being computed."""
-        self._began_s, self._limit_s = at_s, at_s + STALL_ROW_S
+        self._times = (at_s, at_s + STALL_ROW_S)
 
     def ended(self) -> None:
         """Nothing is being computed."""
-        self._limit_s = math.inf
+        self._times = _NOTHING
 
     def late_s(self, at_s: float) -> float:
         """Seconds for which something has been computed where that is too long, else 0."""
-        return at_s - self._began_s if at_s > self._limit_s else 0.0
+        began_s, limit_s = self._times
+        return at_s - began_s if at_s > limit_s else 0.0

@@ -61,6 +61,13 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(self._look_s):
-            if self._receiving.replace_held(HELD_S):
-                _log.warning("a small batch hangs on the thread that received it; another receives")
-            self._computing.refuse_stalled()
+            try:
+                self._look()
+            except Exception:
+                # Too little memory, say. Nobody else looks, so the next look must come.
+                _log.exception("a look at the threads of the shard failed")
+
+    def _look(self) -> None:
+        if self._receiving.replace_held(HELD_S):
+            _log.warning("a small batch hangs on the thread that received it; another receives")
+        self._computing.refuse_stalled()

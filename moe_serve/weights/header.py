@@ -13,6 +13,7 @@ overflow.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -110,15 +111,30 @@ def _checked_header_size(prefix: bytes, file: str, file_bytes: int) -> int:
 def _parse(text: bytes, file: str, data_start: int) -> list[TensorInfo]:
     try:
         entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as fault:
+        # Readers differ in which of two entries they take: then front end and shards would not see
+        # the same bytes.
+        json.loads(text, object_pairs_hook=_distinct)
+    except (msgspec.DecodeError, RecursionError, ValueError) as fault:
         raise BadHeader(
-            f"the header of {file} is not a JSON object of tensors ({fault}); fetch the file again"
+            f"the header of {file} is not a JSON object of tensors ({fault!s:.200}); fetch the "
+            "file again"
         ) from fault
     tensors = [
         _tensor(name, raw, file, data_start) for name, raw in entries.items() if name != _METADATA
     ]
     tensors.sort(key=lambda tensor: (tensor.offset_bytes, tensor.num_bytes))
     return tensors
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> None:
+    """Keeps nothing of an object of JSON; ValueError where it has a name twice."""
+    if len({name for name, _ in pairs}) == len(pairs):
+        return
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise ValueError(f"{shown(name)} is there twice")
+        seen.add(name)
 
 
 def _tensor(name: str, raw: msgspec.Raw, file: str, data_start: int) -> TensorInfo:
@@ -130,7 +146,7 @@ def _tensor(name: str, raw: msgspec.Raw, file: str, data_start: int) -> TensorIn
     try:
         entry = msgspec.json.decode(raw, type=_Entry)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as fault:
-        raise BadHeader(f"{where} is malformed: {fault}; fetch the file again") from fault
+        raise BadHeader(f"{where} is malformed: {fault!s:.200}; fetch the file again") from fault
     if entry.dtype not in STORED_BITS:
         raise BadHeader(
             f"{where} has the unknown dtype {shown(entry.dtype)}; known are "

@@ -95,15 +95,15 @@ class HostCache:
 
     def read_into(self, sha256: str, out: memoryview, reading: Reading = UNINTERRUPTED) -> bool:
         """Fill `out` with the bytes of that digest. False where they are not here, or were damaged
-        (then the file is removed); `out` holds undefined bytes in that case. Raises only what
-        `reading` raises."""
+        (then the file is removed, so that it can be added anew); `out` holds undefined bytes in
+        that case. Raises only what `reading` raises."""
         try:
             got = self._read(sha256, out, reading)
-        except (OSError, TruncatedFile):
-            got = ""
-        if not got:
+        except OSError:
             self._count("misses")
             return False
+        except TruncatedFile:
+            got = ""
         if got != sha256:
             self._count("damaged")
             with contextlib.suppress(OSError):
@@ -128,12 +128,13 @@ class HostCache:
         return kept
 
     def _read(self, sha256: str, out: memoryview, reading: Reading) -> str:
-        """SHA-256 of what was read, "" where there is nothing of that size."""
+        """SHA-256 of what was read, "" where it is no file of that size."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with reading.blocking():
-            descriptor = os.open(self._path(sha256), flags)
+        descriptor = -1
         try:
             with reading.blocking():
+                # Leaving may raise with the file open.
+                descriptor = os.open(self._path(sha256), flags)
                 found = os.fstat(descriptor)
                 if not stat.S_ISREG(found.st_mode) or found.st_size != len(out):
                     return ""
@@ -150,7 +151,8 @@ class HostCache:
                 digest.update(chunk)
             return digest.hexdigest()
         finally:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def _write(self, sha256: str, content: memoryview) -> bool:
         path = self._path(sha256)
@@ -188,7 +190,9 @@ class HostCache:
             return False
         self._seen_bytes = num_bytes + sum(size for _mtime, size, _name in files[len(gone) :])
         for name in gone:
-            os.unlink(os.path.join(self._folder, name))
+            # Whoever reads a damaged one removes it, without the lock.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self._folder, name))
             self._count("evicted")
         return True
 

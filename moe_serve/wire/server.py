@@ -156,15 +156,22 @@ class WireServer:
 
     def replace_held(self, after_s: float) -> bool:
         """Let a new thread serve where the handler has held the present one for longer than
-        `after_s`. Whether it did."""
+        `after_s`. Whether it did; not where the system has no thread to give."""
         with self._lock:
             since_s = self._held_since_s
             if since_s is None or time.monotonic() - since_s <= after_s:
                 return False
             self._held_since_s = None
-            self._thread = threading.Thread(target=self._run, name="moe-wire", daemon=True)
+            thread = threading.Thread(target=self._run, name="moe-wire", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._held_since_s = since_s  # the present one still serves: ask again
+                return False
+            # Only now, so that `alive` is true at every moment. The old thread, should it come back
+            # just now, waits for the lock before it touches anything.
+            self._thread = thread
             self.replaced_threads += 1
-            self._thread.start()
         return True
 
     def stop(self, timeout_s: float = 5.0) -> None:

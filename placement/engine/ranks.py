@@ -121,7 +121,12 @@ def _reconcile(turn: Turn, rank: RankState, event: RankJoined) -> None:
     """Bring what is known of a rank in line with its inventory, then let its open steps go on."""
     rank.set_num_slots(event.num_slots)
     resident = {r.slot: r for r in event.resident}
-    steps = {s.step.slot.index: s for s in _steps_on(turn, rank.rank)}
+    # An add that has not begun has no slot yet: the one that it waits for is still the removal's.
+    steps = {
+        s.step.slot.index: s
+        for s in _steps_on(turn, rank.rank)
+        if s.step.kind is StepKind.REMOVE or s.state != AddState.PLANNED
+    }
     gone = False
     for index, slot in enumerate(rank.slots):
         found = resident.get(index)

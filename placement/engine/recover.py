@@ -71,7 +71,9 @@ def restart(
     state.outstanding = None
     state.asks, state.apply_next, state.realised = [], None, None
     state.retry_at_s = {}
-    state.table_dirty = state.published
+    # What was proved before the first table, and was left behind since, still waits for it.
+    proved = any(s.state == AddState.VERIFIED for s in state.parked.values())
+    state.table_dirty = state.published or proved
     state.revision += 1
     # Until the routers have had time to register, none of them being known does not mean that none
     # is there.

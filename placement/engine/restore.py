@@ -13,7 +13,7 @@ too, and those of surplus replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -118,6 +118,7 @@ def restore_plan(turn: Turn) -> Plan | None:
             if room <= 0 or not _is_empty(rank, index) or key in here:
                 continue
             draft.add(turn, SlotId(number, index), key, "as before everything was lost")
+            here.add(key)
             room -= 1
     return draft.plan(turn)
 
@@ -141,6 +142,7 @@ def rescue_plan(turn: Turn, load: FloatArray) -> Plan | None:
     room = {r.rank: _room(turn, r, 0) for r in ranks}
     free = {r.rank: [i for i in range(slot_limit(r) - 1, -1, -1) if _is_empty(r, i)] for r in ranks}
     counts = layout.replica_counts.reshape(-1).copy()
+    given: set[SlotId] = set()
     for key in missing:
         open_ranks = [r for r in room if room[r] > 0 and free[r]]
         if open_ranks:
@@ -148,10 +150,11 @@ def rescue_plan(turn: Turn, load: FloatArray) -> Plan | None:
             slot, after = SlotId(rank, free[rank].pop()), -1
             room[rank] -= 1
         else:
-            victim = _surplus(ranks, counts, load)
+            victim = _surplus(ranks, counts, load, given)
             if victim is None:
                 break
             slot, counts[victim.key] = victim.slot, counts[victim.key] - 1
+            given.add(slot)
             after = draft.remove(turn, slot, victim.key)
         draft.add(turn, slot, key, "no slot for every expert: it has no replica", after=after)
     return draft.plan(turn)
@@ -165,10 +168,13 @@ class _Victim:
 
 
 def _surplus(
-    ranks: Iterable[RankState], counts: npt.NDArray[np.int64], load: FloatArray
+    ranks: Iterable[RankState],
+    counts: npt.NDArray[np.int64],
+    load: FloatArray,
+    given: Collection[SlotId],
 ) -> _Victim | None:
     """The replica that does least harm by going: its expert keeps another. None where no expert has
-    two."""
+    two. given: slots that others were put into, with `counts` without them."""
     return min(
         (
             _Victim(
@@ -178,7 +184,9 @@ def _surplus(
             )
             for rank in ranks
             for index, slot in enumerate(rank.slots[: slot_limit(rank)])
-            if slot.use is SlotUse.LISTED and counts[slot.key] > 1
+            if slot.use is SlotUse.LISTED
+            and counts[slot.key] > 1
+            and SlotId(rank.rank, index) not in given
         ),
         default=None,
     )

@@ -83,7 +83,7 @@ class TableInstalled(Fact, frozen=True, kw_only=True, tag=True):
 
 class RouterTold(Fact, frozen=True, kw_only=True, tag=True):
     """A router tells which epoch it uses for new batches, and below which it has nothing in
-    flight."""
+    flight, both of the term's."""
 
     router: str
     applied: int

@@ -156,7 +156,8 @@ class Call:
 @dataclass(slots=True, eq=False)
 class OpenRequest:
     """A request with its open calls and what was added so far. ids int32 [T, k], valid uint8 [T,
-    k]. left_pairs: valid pairs that were not added yet.
+    k]. left_pairs: valid pairs that were not added yet. given_up: a call of it was dropped, so it
+    cannot finish.
     """
 
     key: int
@@ -166,6 +167,7 @@ class OpenRequest:
     deadline_at_s: float
     weights_version: str
     left_pairs: int
+    given_up: bool = False
     open_calls: set[int] = field(default_factory=set)
     added: list[Contribution] = field(default_factory=list)
 
@@ -274,7 +276,9 @@ class CallBook:
 
     def drop_call(self, call: Call) -> None:
         """Give an open call up; its request cannot finish any more."""
-        self.requests[call.request_key].open_calls.discard(call.call_id)
+        request = self.requests[call.request_key]
+        request.open_calls.discard(call.call_id)
+        request.given_up = True
         del self.calls[call.call_id]
 
     def close_request(self, key: int) -> OpenRequest | None:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from placement.roles import router_covers as covers
 from placement.roles.assignment import Bytes, Int32s, LayerReplicas, Part, TableIndex
 from placement.roles.calls import (
     Call,
@@ -33,7 +34,6 @@ from placement.roles.calls import (
     SubCallState,
 )
 from placement.roles.rank_state import RankBook
-from placement.roles.router_covers import experts_of, failed_by, missing, out_of_reach, same_nodes
 from placement.roles.router_records import (
     Acceptance,
     Dispatch,
@@ -160,7 +160,7 @@ class RouterRole:
         index = self._index
         if index is None:
             return Failure(FailureKind.NO_TABLE, "no routing table yet")
-        failure = missing(index, layer, ids[valid != 0])
+        failure = covers.missing(index, layer, ids[valid != 0])
         if failure is not None:
             return failure
         version, pairs = index.table.weights_version, int(np.count_nonzero(valid))
@@ -175,7 +175,7 @@ class RouterRole:
     def plan_cover(self, call_id: int, cause: Cause, at_s: float) -> PlanJob | Failure | None:
         """Plan a retry or hedge of an open call under the newest table.
 
-        None: the call has closed, or a hedge finds no other node.
+        None: the call has closed, or a hedge finds no other node to serve it.
         """
         call = self._book.calls.get(call_id)
         if call is None:
@@ -183,22 +183,24 @@ class RouterRole:
         request = self._book.requests[call.request_key]
         index = self._index
         assert index is not None, "calls are opened under a table"
-        if index.table.weights_version != request.weights_version:
-            return Failure(FailureKind.WEIGHTS_CHANGED, "the model's weights changed meanwhile")
-        failure = missing(index, request.layer, request.ids[call.row_id][call.pairs != 0])
+        if cause is Cause.HEDGE:
+            # While its split is computed it is not due a second time, and one that finds no other
+            # node is not looked at again.
+            self._tries.hedged(call_id)
+        failure = covers.unservable(request, call, index)
         if failure is not None:
-            return failure
+            # A hedge ends nothing: what was sent first may still be answered.
+            return None if cause is Cause.HEDGE else failure
         avoid = [
             self._ranks.ejections.out(at_s),
-            failed_by(call, index),
+            covers.failed_by(call, index),
             self._ranks.unreachable,
         ]
         if cause is Cause.HEDGE:
-            # While its split is computed it is not due a second time, and one that finds no other
-            # node is not looked at again. A hedge is no reason to use a rank that is avoided.
-            self._tries.hedged(call_id)
-            shunned = frozenset().union(*avoid, same_nodes(call, index))
-            if out_of_reach(index, request.layer, experts_of(request, call), shunned):
+            # A hedge is no reason to use a rank that is avoided.
+            shunned = frozenset().union(*avoid, covers.same_nodes(call, index))
+            experts = covers.experts_of(request, call)
+            if covers.out_of_reach(index, request.layer, experts, shunned):
                 return None
             self._tries.hedges.spend(at_s)
             avoid = [shunned]
@@ -425,7 +427,8 @@ class RouterRole:
         request = self._book.requests[sub.request_key]
         call = settled.reopened
         if call is None:
-            finished = not request.open_calls
+            # One that was given up ends as failed, though what was still open is answered.
+            finished = not (request.open_calls or request.given_up)
             assert not finished or request.left_pairs == 0, "added once: every pair of the request"
             return Step(sub.request_key, finished=finished)
         return self._tries.reopened(request, call, at_s)

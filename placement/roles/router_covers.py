@@ -63,6 +63,13 @@ def missing(index: TableIndex, layer: int, ids: Int32s) -> Failure | None:
     return Failure(FailureKind.NO_REPLICA, f"layer {layer} has no ready replica of {_named(found)}")
 
 
+def unservable(request: OpenRequest, call: Call, index: TableIndex) -> Failure | None:
+    """Why nobody that the table names can serve a call again, None where somebody may."""
+    if index.table.weights_version != request.weights_version:
+        return Failure(FailureKind.WEIGHTS_CHANGED, "the model's weights changed meanwhile")
+    return missing(index, request.layer, request.ids[call.row_id][call.pairs != 0])
+
+
 def unreachable(layer: int, experts: list[int], call: Call) -> Failure:
     """What to answer where a call was held to the end."""
     named = _named(experts) if experts else "its experts"

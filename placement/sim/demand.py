@@ -19,6 +19,8 @@ from placement.topology import MoeSpec, Phase
 class RouterReport:
     """Answer of a router to a poll."""
 
+    term: int
+    """Term that both epochs count in."""
     applied: int
     quiesced: int
     highest_term: int

@@ -60,7 +60,7 @@ LASTS_S = MappingProxyType(
         FaultKind.LOSS: 1.5,
         FaultKind.DUPLICATE: 2.0,
         FaultKind.REORDER: 2.0,
-        FaultKind.PARTITION: 1.2,
+        FaultKind.PARTITION: 1.6,
         FaultKind.BLACKOUT: 0.8,
         FaultKind.SHARD_PAUSE: 0.8,
         FaultKind.SHARD_SLOW: 2.0,

@@ -272,6 +272,9 @@ class Fleet:
         def make() -> None:
             if name in boss.liaison.routers:
                 return
+            if self._claimed > boss.term:  # another controller took over meanwhile
+                boss.fenced()
+                return
             old = self.stage.routers.get(name)
             if old is not None and old.alive:
                 self.kill(old, "replaced")

@@ -379,10 +379,11 @@ class Liaison:
             self._boss.feed(ev.RouterJoined(at_s=0.0, router=name, incarnation=life))
         for demand in report.reports:
             self._boss.folder.add_demand(demand, self._now_s)
-        if report.applied > known.applied:
+        ours = report.term == self._boss.term
+        if ours and report.applied > known.applied:
             known.applied = report.applied
             self._boss.feed(ev.TableApplied(at_s=0.0, router=name, epoch=report.applied))
-        if report.quiesced > known.quiesced:
+        if ours and report.quiesced > known.quiesced:
             known.quiesced = report.quiesced
             self._boss.feed(ev.TableQuiesced(at_s=0.0, router=name, epoch=report.quiesced))
         self._avoided(known, report)

@@ -96,7 +96,7 @@ class Nemesis:
 
     def _impatient(self, number: int) -> None:
         if number == self._number and self._armed is not None and not self.over:
-            if self._armed[0] in _REMOVING and self.again > 0:
+            if self.again > 0:
                 self.again -= 1
                 self.aims.append(self._armed)
             self._fire(-1)

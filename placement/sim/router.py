@@ -8,7 +8,6 @@ callers and by the controller, over the network.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -29,7 +28,6 @@ from placement.roles.router_records import (
     Acceptance,
     Dispatch,
     Failure,
-    FailureKind,
     PlanJob,
     RouterRules,
     Step,
@@ -38,6 +36,7 @@ from placement.routing import RoutingTable
 from placement.sim.clock import Timer
 from placement.sim.compute import SubCall, SubReply
 from placement.sim.demand import DemandBook, RouterReport
+from placement.sim.flight import VERDICTS, WHY, Answer, Flight, Limits
 from placement.sim.network import Part
 from placement.sim.shard import SimShard
 from placement.sim.stage import Stage
@@ -46,45 +45,6 @@ from placement.sim.traffic import Request
 FETCH_TIMEOUT_S = 0.3
 PAUSE_LEAST_S = 0.001
 _KEYS_PER_LIFE = 1 << 40
-_WHY = {
-    FailureKind.NO_TABLE: "no_table",
-    FailureKind.NO_REPLICA: "no_replica",
-    FailureKind.ATTEMPTS: "attempts",
-    FailureKind.WEIGHTS_CHANGED: "weights_changed",
-    FailureKind.BUSY: "busy",
-    FailureKind.UNREACHABLE: "unreachable",
-    FailureKind.BUDGET: "budget",
-}
-_VERDICTS = {
-    Verdict.QUEUE_FULL: "queue_full",
-    Verdict.TOO_LATE: "too_late",
-    Verdict.CLOSED: "closed",
-}
-
-Answer = Callable[[str], None]
-"""What the caller is told: "ok", or the code of a typed error."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of the queue in front of a router."""
-
-    permits_max: int = 8
-    rows_max: int = 48
-    queue_max: int = 6
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """One request in a router. key: its number there. timers: deadline and the caller's
-    patience."""
-
-    key: int
-    request: Request
-    deadline_at_s: float
-    answer: Answer
-    timers: list[Timer] = field(default_factory=list)
-    unsettled: dict[int, tuple[Dispatch, Timer]] = field(default_factory=dict)
 
 
 class SimRouter(Part):
@@ -176,8 +136,8 @@ class SimRouter(Part):
             return
         rows = int(request.ids.shape[0])
         verdict = self.admission.ask(flight.key, rows, flight.deadline_at_s, now_s)
-        if verdict in _VERDICTS:
-            self.stage.coverage.refused(f"admission.{_VERDICTS[verdict]}")
+        if verdict in VERDICTS:
+            self.stage.coverage.refused(f"admission.{VERDICTS[verdict]}")
             code = "deadline_exceeded" if verdict is Verdict.TOO_LATE else "resource_exhausted"
             self._tell(flight, code, verdict.value)
             return
@@ -366,7 +326,7 @@ class SimRouter(Part):
     # -- ends ------------------------------------------------------------------------------------
 
     def _failed(self, flight: Flight, failure: Failure) -> None:
-        self.stage.coverage.refused(f"request.{_WHY[failure.kind]}")
+        self.stage.coverage.refused(f"request.{WHY[failure.kind]}")
         self._end(flight, "unavailable", failure.detail)
 
     def _too_late(self, flight: Flight) -> None:
@@ -440,8 +400,17 @@ class SimRouter(Part):
     def report(self, acked_seq: int, jump_s: float = 0.0) -> RouterReport:
         """Demand after `acked_seq`, acknowledgements, suspects."""
         applied, quiesced = self.role.applied_epoch, self.role.quiesced_epoch
-        self.stage.note(RouterTold, self.who, router=self.place, applied=applied, quiesced=quiesced)
+        term = -1 if self.role.table is None else self.role.table.term
+        self.stage.note(
+            RouterTold,
+            self.who,
+            term=term,
+            router=self.place,
+            applied=applied,
+            quiesced=quiesced,
+        )
         return RouterReport(
+            term=term,
             applied=applied,
             quiesced=quiesced,
             highest_term=self.role.highest_term,

@@ -81,6 +81,14 @@ class FakeShardPort:
             resident=self.slots.ledger.resident(),
         )
 
+    async def fence(self, term: int) -> ShardInfo:
+        await self._reach()
+        try:
+            self.slots.accept_term(term)
+        except TermRefused as error:
+            raise StaleTerm(str(error), term=error.term) from error
+        return await self.describe()
+
     @property
     def address(self) -> RankAddress:
         return RankAddress(

@@ -367,7 +367,7 @@ class Source:
         )
         self.bell = SimpleNamespace(wait=self._never)
         self.life: Any = SimpleNamespace(
-            driver=SimpleNamespace(ask=self._ask, engine=self.engine),
+            driver=SimpleNamespace(ask=self._ask, engine=self.engine, check_moves=lambda: None),
             supervision=SimpleNamespace(undrain=self._undrain),
         )
         self.asked: list[Any] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moe_serve.controller.admin_server import SERVICE_NAME
+from moe_serve.controller.journal_store import StateStore, raise_full
 from moe_serve.controller.service import ControllerService
 from moe_serve.controller.settings import (
     ControllerSettings,
@@ -340,3 +342,42 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(tmp_path: Path)
                     await (call.read() if watch else call)
                 assert type(from_rpc_error(caught.value)) is InvalidArgument, name
         assert (await stub.GetPlacement(pb.GetPlacementRequest(), timeout=5)).state
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_is_named_at_once_by_everything_that_would_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(make_settings(tmp_path)) as (service, cluster, stub):
+        await stub.Pause(pb.PauseRequest(reason="look first"))
+        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
+        await until(lambda: bool(service.book.window and service.book.window.demand.any()))
+        plan = (await stub.ComputePlan(pb.ComputePlanRequest())).plan
+
+        def full(_store: StateStore, **_given: object) -> None:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise_full(error, tmp_path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(StateStore, "_transact", full)
+            for asked in (
+                stub.SetBudget(pb.SetBudgetRequest(rank=0, budget_bytes=3000), timeout=5.0),
+                stub.DrainRank(pb.DrainRankRequest(rank=1), timeout=5.0),
+                stub.UndrainRank(pb.UndrainRankRequest(rank=1), timeout=5.0),
+                stub.ApplyPlan(pb.ApplyPlanRequest(plan_id=plan.plan_id), timeout=5.0),
+                stub.ApplyPlan(
+                    pb.ApplyPlanRequest(plan_id=plan.plan_id, validate_only=True), timeout=5.0
+                ),
+                stub.Resume(pb.ResumeRequest(), timeout=5.0),
+            ):
+                error = await refused(asked)
+                assert isinstance(error, FailedPrecondition)
+                assert error.message == (
+                    f"no new moves: the journal in {tmp_path} cannot be written: database or disk "
+                    "is full; free space there, or make it writable; then ask again"
+                )
+            assert (await stub.ComputePlan(pb.ComputePlanRequest(), timeout=5.0)).plan.moves
+            view = await stub.GetPlacement(pb.GetPlacementRequest(), timeout=5.0)
+            assert view.state == "degraded"
+            assert any(problem.startswith("no new moves: ") for problem in view.problems)

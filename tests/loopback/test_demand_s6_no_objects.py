@@ -186,4 +186,4 @@ def test_a_service_file_makes_no_object(canary: Path, node: str) -> None:
     text = f"service: {node.format(path=canary)}\n"
     with pytest.raises(ConfigInvalid) as refused:
         parse_config(text.encode(), "service.yaml")
-    assert "not YAML" in str(refused.value)
+    assert "YAML tags" in str(refused.value)

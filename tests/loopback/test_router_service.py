@@ -155,7 +155,7 @@ BAD = {
     "huge shape": (set_shape("hidden_states", [2**31, 2**31]), "hidden_states.raw"),
     "overflowing shape": (set_shape("hidden_states", [2**62, 8]), "hidden_states.raw"),
     "negative shape": (set_shape("hidden_states", [-4, -8]), "hidden_states.shape"),
-    "zero by huge": (set_shape("hidden_states", [0, 2**62]), "hidden_states.raw"),
+    "zero by huge": (set_shape("hidden_states", [0, 2**62]), "hidden_states.shape"),
     "many axes": (set_shape("hidden_states", [1] * 9), "hidden_states.shape"),
     "ids rank": (set_shape("topk_ids", [8]), "topk_ids.shape"),
     "ids rows": (set_shape("topk_ids", [2, 4]), "topk_ids.shape"),

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -82,6 +83,37 @@ async def until(condition: Any, timeout_s: float = 5.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 (what is waited for happens in another thread)
             await asyncio.sleep(0.002)
+
+
+def test_a_server_that_gets_no_second_thread_keeps_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        inside.set()
+        go.wait(5)
+
+    def none(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server = WireServer(Echo(), burst_ended=busy)
+    server.bind()
+    server.start()
+    with zmq.Context() as plain, plain.socket(zmq.DEALER) as client:
+        client.linger = 0
+        client.connect(server.address)
+        client.send_multipart(encode(sub_call(ROWS, [])))
+        assert inside.wait(5)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none)
+            assert not server.replace_held(0.0)
+        assert (server.alive, server.replaced_threads) == (True, 0)
+        assert server.replace_held(0.0), "asked again it does"
+        assert server.alive
+        go.set()
+        assert client.poll(5000)
+    server.stop()
 
 
 @pytest.mark.asyncio

@@ -215,7 +215,8 @@ class WatchedDriver(EngineDriver):
 
     def note_router(self, router, epoch):
         self.applied[router] = epoch
-        self.note(RouterTold, router, router=router, applied=epoch, quiesced=epoch)
+        term = self.engine.state.term if self.applied[router] >= 0 else -1
+        self.note(RouterTold, router, term=term, router=router, applied=epoch, quiesced=epoch)
 
 
 def who_is(rank, shard):

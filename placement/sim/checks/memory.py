@@ -22,6 +22,8 @@ from placement.sim.checks.base import InvariantBroken, Rules
 
 Place = tuple[str, int, int]
 """(life of a rank, slot, tag)."""
+Order = tuple[int, int]
+"""(term, epoch)."""
 
 
 class Memory:
@@ -73,13 +75,14 @@ class ReleaseLast:
         """(when, to what) waits were shortened."""
         self._term = -1
         self._listed: frozenset[Place] = frozenset()
-        self._unlisted: dict[Place, tuple[int, float]] = {}
-        self._told: dict[str, tuple[int, int]] = {}
+        self._unlisted: dict[Place, tuple[Order, float]] = {}
+        self._told: dict[str, tuple[Order, Order]] = {}
+        """Router -> what it uses, and below which it has nothing in flight."""
         self._told_at_s: dict[str, float] = {}
         self._behind_since_s: dict[str, float] = {}
         self._wait_s: dict[str, float] = {}
         self._plan: dict[int, str] = {}
-        self._epoch = -1
+        self._newest: Order = (-1, -1)
 
     def rules(self) -> Rules:
         """See `Checker`."""
@@ -111,23 +114,23 @@ class ReleaseLast:
             (f"rank{rank}/{life[rank]}", slot, tag) for _, rank, slot, tag in fact.listed
         )
         for place in self._listed - listed:
-            self._unlisted[place] = (fact.epoch, fact.at_s)
+            self._unlisted[place] = ((fact.term, fact.epoch), fact.at_s)
         self._listed = listed
         for router in self._told:
             self._behind_since_s.setdefault(router, fact.at_s)
-        self._epoch = fact.epoch
+        self._newest = (fact.term, fact.epoch)
 
     def _router_told(self, fact: RouterTold) -> None:
-        self._told[fact.who] = (fact.applied, fact.quiesced)
+        self._told[fact.who] = ((fact.term, fact.applied), (fact.term, fact.quiesced))
         self._told_at_s[fact.who] = fact.at_s
-        if fact.applied >= self._epoch:
+        if (fact.term, fact.applied) >= self._newest:
             self._behind_since_s.pop(fact.who, None)
 
     def _installed(self, fact: TableInstalled) -> None:
         """A router uses the table from now on, and says so as it takes it."""
         if fact.who in self._told:
             applied, quiesced = self._told[fact.who]
-            self._told[fact.who] = (max(applied, fact.epoch), quiesced)
+            self._told[fact.who] = (max(applied, (fact.term, fact.epoch)), quiesced)
 
     def _plan_started(self, fact: PlanStarted) -> None:
         self._wait_s[fact.plan_id] = min(fact.drain_wait_s, self._longest_s)
@@ -143,15 +146,15 @@ class ReleaseLast:
             return
         place = (f"rank{fact.rank}/{fact.incarnation}", fact.slot, fact.slot_tag)
         self._not_listed(place)
-        epoch, at_s = self._unlisted.get(place, (-1, -1e18))
+        order, at_s = self._unlisted.get(place, ((-1, -1), -1e18))
         awaited = [
             router
             for router in self._told
             if fact.at_s
             < min(self._behind_since_s.get(router, 1e18), self._told_at_s[router]) + self._silence_s
         ]
-        unaware = sorted(r for r in awaited if self._told[r][0] < epoch)
-        busy = sorted(r for r in awaited if self._told[r][1] < epoch)
+        unaware = sorted(r for r in awaited if self._told[r][0] < order)
+        busy = sorted(r for r in awaited if self._told[r][1] < order)
         wait_s = self._wait_s.get(self._plan.get(fact.step_id, ""), 0.0)
         waited_s = fact.at_s - at_s
         for when_s, short_s in self._shortened:
@@ -160,7 +163,7 @@ class ReleaseLast:
         if waited_s < wait_s * (bool(unaware) + bool(busy)) - 1e-9:
             raise InvariantBroken(
                 f"I7: the release of {place} (life, slot, tag) is asked for {waited_s:.3f} s after "
-                f"epoch {epoch}, while routers {unaware or busy} may use it"
+                f"epoch {order[1]}, while routers {unaware or busy} may use it"
             )
 
     def _freed(self, fact: SlotFreed) -> None:

@@ -57,7 +57,7 @@ class NetworkHarm:
         shard = self._who.shard(rank)
         one = "controller" if shard is None else shard.place
         other = dice.pick(["controller", *self._fleet.router_names])
-        if dice.chance(0.25) or one == other:
+        if dice.chance(0.4) or one == other:
             one, other = dice.pick(self._fleet.router_names), "controller"
         ends = [(one, other), (other, one)]
         gone = ends if dice.chance(0.3) else [dice.pick(ends)]

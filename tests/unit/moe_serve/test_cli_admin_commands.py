@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from moe_serve.bootstrap.record import ServiceRecord, read_record, write_record
 from moe_serve.cli.admin import AdminTarget
 from moe_serve.cli.app import app
 from moe_serve.cli.options import Reach
@@ -66,6 +67,42 @@ def test_status_of_a_degraded_service(rewrite: bool) -> None:
     result = _run(FakeAdmin(placements=[_unwell()], window=None), "status")
     assert result.exit_code == 0
     _assert_golden("status_degraded.txt", result.stdout, rewrite)
+
+
+def test_status_says_how_many_plans_stood_still() -> None:
+    assert "stood still" not in _run(FakeAdmin(), "status").stdout
+    shown = _run(FakeAdmin(placements=[make_placement(plans_stalled=2)]), "status").stdout
+    assert "plans that stood still: 2" in shown
+
+
+@pytest.mark.parametrize("by_address", [False, True])
+def test_status_brings_the_record_up_to_date(
+    monkeypatch: pytest.MonkeyPatch, by_address: bool
+) -> None:
+    placement = make_placement()
+    write_record(
+        ServiceRecord(
+            service=placement.service_id,
+            ray_address="",
+            namespace="moe_serve",
+            admin_address=ADDRESS,
+            router_addresses=("127.0.0.1:1",),
+            dashboard_url="",
+            config_file="",
+            network="loopback",
+        )
+    )
+    if not by_address:
+        monkeypatch.delenv("MOE_SERVE_ADDRESS")
+    _run(FakeAdmin(placements=[placement]), "status")
+    now = tuple(router.address for router in placement.routers)
+    noted = read_record(placement.service_id).router_addresses
+    assert noted == (("127.0.0.1:1",) if by_address else now)
+    # While one is being created anew nobody knows where it will be: what is known stays.
+    half = make_placement()
+    half.routers.add(router="router-9", state="lost")
+    _run(FakeAdmin(placements=[half]), "status")
+    assert read_record(placement.service_id).router_addresses == noted
 
 
 @pytest.mark.parametrize(

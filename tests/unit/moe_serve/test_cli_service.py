@@ -98,7 +98,7 @@ def test_size_prints_bytes_slots_spare_and_floor() -> None:
         "    4     41        1  3.8 MiB",
         "Slots    164 in all, staging included",
         "Spare    32 slots for replicas beyond the first",
-        "Floor    1 replicas of every expert: reachable by count",
+        "Floor    2 replicas of every expert: NOT reachable, 96 slots (9.0 MiB) short",
     ]
 
 

@@ -132,6 +132,26 @@ async def test_what_moves_is_refused_at_once_and_is_not_done_later(
 
 
 @pytest.mark.asyncio
+async def test_a_refusal_holds_where_there_is_room_again_before_the_turn_of_the_request(
+    tmp_path: Path,
+) -> None:
+    async with controller(make_settings(tmp_path), make_cluster()) as rig:
+        await rig.ready()
+        driver, before = rig.service.life.driver, wishes(rig.state)
+        asking = asyncio.ensure_future(
+            driver.ask(lambda n: DrainAsked(at_s=0.0, request_id=n, rank=2))
+        )
+        await asyncio.sleep(0)  # it waits in the queue now
+        driver.problem = "no new moves: the disk is full"
+        driver._refuse_moving()
+        driver.problem = ""
+        with pytest.raises(FailedPrecondition, match="disk is full"):
+            await asking
+        await driver.ask(lambda n: PauseAsked(at_s=0.0, request_id=n, reason="after it"))
+        assert wishes(rig.state) == before
+
+
+@pytest.mark.asyncio
 async def test_a_pause_is_obeyed_on_a_full_disk_and_outlives_it(tmp_path: Path, disk: Disk) -> None:
     cluster = make_cluster()
     async with controller(make_settings(tmp_path), cluster) as rig:

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from moe_serve.controller import service
+from moe_serve.controller.adoption import adopt, fence
 from moe_serve.errors import StaleTerm
 from moe_serve.ports import ShardAnswer, ShardCommand
-from placement.messages.events import BudgetAsked
+from placement.messages.effects import ReleaseSlot
+from placement.messages.events import BudgetAsked, ResidentSlot, SlotReleased
 from placement.routing import RoutingTable
 from tests.fakes.controller import controller, make_cluster, make_settings, shards, until
-from tests.fakes.fleet import FakeRouterPort, FakeShardPort
+from tests.fakes.fleet import FakeFleet, FakeRouterPort, FakeShardPort
 
 HOT = {0: 400, 1: 10, 2: 10, 3: 10}
 FENCES = 2
@@ -127,3 +130,92 @@ async def test_commands_under_way_when_another_controller_takes_over_have_no_eff
         if asking is not None:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_router_whose_creation_outlasts_the_controllers_term_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller that took over would not know of it, nor wait for it."""
+    cluster, create = make_cluster(), FakeFleet.create_router
+    late: list[str] = []
+
+    async def outlasting(fleet: FakeFleet, name: str, *place: object) -> FakeRouterPort:
+        if cluster.router() is None and len(cluster.terms) == 1:
+            late.append(name)
+            cluster.terms.add(FENCES)  # claimed by another one meanwhile
+        return await create(fleet, name, *place)  # type: ignore[arg-type]
+
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        monkeypatch.setattr(FakeFleet, "create_router", outlasting)
+        router = cluster.router()
+        assert router is not None
+        cluster.die(router.name)
+        await until(lambda: bool(late) and late[0] in cluster.killed)
+        told = cluster.parts[late[0]]
+        assert isinstance(told, FakeRouterPort)
+        assert told.table is None, "it never served"
+        await until(lambda: rig.state.term > FENCES)
+
+
+@pytest.mark.asyncio
+async def test_a_fenced_controller_that_cannot_read_its_folder_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster()
+    monkeypatch.setattr(service, "FENCED_PAUSE_S", 0.02)
+    async with controller(make_settings(tmp_path / "a"), cluster) as first:
+        await first.ready()
+        folder, away = tmp_path / "a", tmp_path / "away"
+        folder.rename(away)
+        folder.write_text("no folder")
+        async with controller(make_settings(tmp_path / "b"), cluster) as second:
+            await second.ready()
+            await until(lambda: "FileExistsError" in str(first.service.describe()["problems"]))
+        folder.unlink()
+        away.rename(folder)
+        await first.ready()
+        assert first.state.term > FENCES
+
+
+@pytest.mark.asyncio
+async def test_what_an_adopted_shard_holds_is_asked_once_older_terms_are_refused(
+    tmp_path: Path,
+) -> None:
+    """A release that the old controller still had on its way lands after the shard described
+    itself: the new one must not list what is gone by the time it commands."""
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as first:
+        await first.ready()
+        service_id = first.service.settings.service_id
+        await first.service.stop()  # its parts live on
+    adopted = await adopt(FakeFleet(cluster), service_id, None, patience_s=1.0)
+    part = adopted.shards[0]
+    gone, kept = part.info.resident[:2]
+
+    def release(held: ResidentSlot) -> ReleaseSlot:
+        return ReleaseSlot(
+            step_id=10_000 + held.slot,
+            rank=part.info.rank,
+            incarnation=part.info.address.incarnation,
+            slot=held.slot,
+            slot_tag=held.tag,
+            layer=held.layer,
+            expert=held.expert,
+        )
+
+    answer = await part.port.execute(1, release(gone))
+    assert isinstance(answer, SlotReleased)
+    await fence(adopted, FENCES, patience_s=1.0)
+    assert gone not in adopted.shards[0].info.resident
+    assert kept in adopted.shards[0].info.resident
+    with pytest.raises(StaleTerm):
+        await part.port.execute(1, release(kept))
+    with pytest.raises(StaleTerm):
+        await fence(adopted, 1, patience_s=1.0)
+    silent = shards(cluster)[0]
+    silent.hang = True
+    before = len(adopted.shards)
+    await fence(adopted, FENCES, patience_s=0.1)
+    assert len(adopted.shards) == before - 1, "who does not answer is not adopted"

@@ -4,12 +4,20 @@ end. Over a fleet in memory."""
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from moe_serve.controller.journal_store import INPUTS_FILE
+from moe_serve.controller.settings import ControllerSettings, SupervisionLimits
 from moe_serve.ports import ShardReport
+from placement.engine.state import RankStatus
+from placement.messages.codec import decode_event
+from placement.messages.events import RankJoined, RouterJoined
 from tests.fakes.controller import controller, make_cluster, make_settings, until
 from tests.fakes.fleet import FakeCluster, FakeFleet, FakeRouterPort, FakeShardPort
 
@@ -20,12 +28,18 @@ def the_router(cluster: FakeCluster) -> FakeRouterPort:
     return router
 
 
+def patient(folder: Path, silence_s: float) -> ControllerSettings:
+    """Settings of a controller that takes a silent shard for lost only after this long."""
+    settings = make_settings(folder)
+    return replace(
+        settings, config=msgspec.structs.replace(settings.config, rank_silence_s=silence_s)
+    )
+
+
 @pytest.mark.asyncio
 async def test_routers_are_told_whom_to_avoid_before_anybody_is_lost(tmp_path: Path) -> None:
     cluster = make_cluster()
-    settings = make_settings(tmp_path)
-    patient = replace(settings, config=replace_silence(settings.config, 30.0))
-    async with controller(patient, cluster) as rig:
+    async with controller(patient(tmp_path, 30.0), cluster) as rig:
         await rig.ready()
         router, shard = the_router(cluster), cluster.shard(2)
         assert shard is not None
@@ -38,21 +52,32 @@ async def test_routers_are_told_whom_to_avoid_before_anybody_is_lost(tmp_path: P
         await until(lambda: router.told_suspects[-1:] == [()])
 
 
-def replace_silence(config, silence_s: float):  # type: ignore[no-untyped-def]
-    return type(config)(
-        **{
-            **{name: getattr(config, name) for name in config.__struct_fields__},
-            "rank_silence_s": silence_s,
-        }
-    )
+@pytest.mark.asyncio
+@pytest.mark.parametrize("busy", [False, True])
+async def test_with_the_limits_of_production_a_hung_shard_leaves_rotation_in_time(
+    tmp_path: Path, busy: bool
+) -> None:
+    cluster = make_cluster()
+    settings = replace(patient(tmp_path, 5.0), supervision=SupervisionLimits())
+    async with controller(settings, cluster) as rig:
+        await rig.ready()
+        router, shard = the_router(cluster), cluster.shard(2)
+        assert shard is not None
+        shard.busy = busy
+        await until(lambda: rig.service.life.parts.shards[2].busy is busy)
+        began_s = asyncio.get_running_loop().time()
+        shard.hang = True
+        await until(lambda: (2,) in router.told_suspects)
+        took_s = asyncio.get_running_loop().time() - began_s
+        print(f"out of rotation after {took_s:.2f} s (bar: 5 s)")
+        assert cluster.shard(2) is shard, "before it is replaced"
+        assert rig.state.ranks[2].status is RankStatus.LIVE
 
 
 @pytest.mark.asyncio
 async def test_a_new_router_is_told_with_its_first_table(tmp_path: Path) -> None:
     cluster = make_cluster()
-    settings = make_settings(tmp_path)
-    patient = replace(settings, config=replace_silence(settings.config, 30.0))
-    async with controller(patient, cluster) as rig:
+    async with controller(patient(tmp_path, 30.0), cluster) as rig:
         await rig.ready()
         shard, old = cluster.shard(1), the_router(cluster)
         assert shard is not None
@@ -68,9 +93,7 @@ async def test_a_busy_shard_that_stands_still_is_not_excused_by_what_it_said_bef
     tmp_path: Path,
 ) -> None:
     cluster = make_cluster()
-    settings = make_settings(tmp_path)
-    patient = replace(settings, config=replace_silence(settings.config, 30.0))
-    async with controller(patient, cluster) as rig:
+    async with controller(patient(tmp_path, 30.0), cluster) as rig:
         await rig.ready()
         router, shard = the_router(cluster), cluster.shard(0)
         assert shard is not None
@@ -188,3 +211,20 @@ async def test_a_router_that_must_not_live_on_is_drained_first(tmp_path: Path) -
         await rig.ready()
         await until(lambda: cluster.killed == [stranger.name])
         assert stranger.stopped_s is not None
+
+
+@pytest.mark.asyncio
+async def test_after_a_restart_routers_are_known_before_any_shard(tmp_path: Path) -> None:
+    """A removal goes on once its shard is heard of: it must find whom to wait for."""
+    cluster = make_cluster()
+    settings = make_settings(tmp_path)
+    for _ in range(2):
+        async with controller(settings, cluster) as rig:
+            await rig.ready()
+    with closing(sqlite3.connect(tmp_path / INPUTS_FILE)) as inputs:
+        (newest,) = inputs.execute("SELECT max(segment) FROM inputs").fetchone()
+        rows = inputs.execute(
+            "SELECT body FROM inputs WHERE kind = 'event' AND segment = ? ORDER BY seq", (newest,)
+        ).fetchall()
+    kinds = [type(decode_event(row[0])) for row in rows]
+    assert kinds.index(RouterJoined) < kinds.index(RankJoined)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,24 @@ from moe_serve.weights import host_cache
 from moe_serve.weights.errors import UnsafePath
 from moe_serve.weights.host_cache import HostCache
 from moe_serve.weights.reading import READ_CHUNK_BYTES
-from placement.messages.effects import CopyExpert, CopySource, ReserveSlot, VerifyExpert
-from placement.messages.events import ExpertCopied, ExpertVerified, SlotReleased, StepFailed
+from placement.messages.effects import (
+    AbortAdd,
+    CopyExpert,
+    CopySource,
+    ReserveSlot,
+    VerifyExpert,
+)
+from placement.messages.events import (
+    AddAborted,
+    ExpertCopied,
+    ExpertVerified,
+    SlotReleased,
+    StepFailed,
+)
 from placement.routing import RankAddress
 from tests.checkpoint_builder import expert_name, write_checkpoint
 from tests.fakes.marker_experts import (
+    CHECKPOINT,
     MarkerSource,
     add,
     marker_model,
@@ -136,7 +150,7 @@ def test_damaged_content_is_never_given_out(folder: Path, how: str) -> None:
         (path.symlink_to(folder / name(content(2))) if how == "link" else path.mkdir())
     assert not get(cache, 1)
     assert get(cache, 2)
-    if how in ("bit", "swapped"):
+    if how in ("bit", "swapped", "short", "long", "empty"):
         assert cache.counts["damaged"] == 1
         assert not path.exists(), "so that the next copy brings it anew"
         assert put(cache, 1)
@@ -251,6 +265,25 @@ def test_a_read_stops_between_two_chunks(folder: Path) -> None:
     assert bytes(out[2 * READ_CHUNK_BYTES :]) == bytes(READ_CHUNK_BYTES)
 
 
+class GivenUp(StopsAfter):
+    """One that is given up while the file is being opened."""
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        yield
+        raise RuntimeError("given up")
+
+
+def test_a_read_that_is_given_up_while_it_opens_leaves_no_file_open(folder: Path) -> None:
+    cache = HostCache(str(folder), 4 * SIZE)
+    put(cache, 1)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="given up"):
+            cache.read_into(name(content(1)), memoryview(bytearray(SIZE)), GivenUp(SIZE))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 # ------------------------------------------------------------------------------ as a copy source
 
 
@@ -324,6 +357,42 @@ def test_a_replica_on_another_node_is_passed_over_and_one_on_this_node_is_not(
         if isinstance(copied, ExpertCopied):
             assert isinstance(shard.execute(1, VerifyExpert(**where)), ExpertVerified)
             release(shard, 1, where["slot_tag"], expert=3)
+
+
+def test_while_a_read_of_this_node_hangs_ranks_are_asked_and_not_the_cache(
+    cached: Callable[..., Shard],
+) -> None:
+    model, free, hangs = marker_model(), threading.Event(), threading.Event()
+
+    def read(_layer: int, expert: int) -> None:
+        if expert == 5:
+            hangs.set()
+            free.wait(20)
+
+    shard = cached(model=model, source=MarkerSource(model, read))
+    add(shard, 0, 3)
+    where: dict[str, Any] = {"rank": 0, "incarnation": 1, "slot": 1, "step_id": 7}
+    reserved = shard.execute(1, ReserveSlot(layer=0, expert=5, weights_version="v1", **where))
+    where["slot_tag"] = reserved.slot_tag  # type: ignore[union-attr]
+    hung = CopyExpert(layer=0, expert=5, source=CHECKPOINT, timeout_s=60.0, **where)
+    copying = threading.Thread(target=shard.execute, args=(1, hung), daemon=True)
+    copying.start()
+    assert hangs.wait(5)
+    assert isinstance(shard.execute(1, AbortAdd(**where)), AddAborted)
+    copying.join(5)
+    where |= {"step_id": 8}
+    del where["slot_tag"]
+    reserved = shard.execute(1, ReserveSlot(layer=0, expert=3, weights_version="v1", **where))
+    where["slot_tag"] = reserved.slot_tag  # type: ignore[union-attr]
+    address = RankAddress(rank=7, node="node-9", address="tcp://127.0.0.1:1", incarnation=1)
+    source = CopySource(rank=7, slot=0, slot_tag=1, address=address)
+    asked = CopyExpert(layer=0, expert=3, source=source, timeout_s=0.3, **where)
+    assert isinstance(shard.execute(1, asked), StepFailed), "nobody listens there"
+    free.set()
+    until_s = time.monotonic() + 5
+    while shard.report(-1).counters["hung_reads"] and time.monotonic() < until_s:
+        time.sleep(0.005)
+    assert isinstance(shard.execute(1, asked), ExpertCopied), "from the cache again"
 
 
 def test_a_shard_serves_without_the_cache_it_was_told_of(

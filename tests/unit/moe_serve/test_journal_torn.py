@@ -18,9 +18,14 @@ HEADER, FRAME_HEADER = 32, 24
 COMMITS = 6
 
 
+def part_name(number: int) -> str:
+    """Longer than a page, for some commits."""
+    return f"s:shard:{number}:1" + "x" * (900 if number % 2 == 0 else 0)
+
+
 def commit(store: StateStore, number: int) -> None:
     """Two rows that belong together."""
-    store.append(1, [epoch_row(number, float(number)), part_row(f"s:shard:{number}:1", number)])
+    store.append(1, [epoch_row(number, float(number)), part_row(part_name(number), float(number))])
 
 
 def written(folder: Path) -> bytes:
@@ -59,7 +64,7 @@ def commits_in(store: StateStore) -> int:
         for number in range(1, COMMITS + 1)
         for pair in (
             (RowKind.EPOCH, epoch_row(number, 0.0).body),
-            (RowKind.PART, f"s:shard:{number}:1".encode()),
+            (RowKind.PART, part_name(number).encode()),
         )
     ]
     assert bodies == wanted[: len(bodies)], "in their order, with none left out"
@@ -100,9 +105,85 @@ def test_a_journal_torn_anywhere_holds_a_prefix_of_whole_commits(
 
 def test_bytes_that_a_crash_left_behind_the_end_are_not_read(tmp_path: Path) -> None:
     wal = written(tmp_path)
-    for junk in (b"\0" * 4096, b"\xff" * 5000, wal[HEADER:] * 2):
+    (tmp_path / "other").mkdir()
+    older = written(tmp_path / "other")[HEADER:]  # another use of the file, with another salt
+    for junk in (b"\0" * 4096, b"\xff" * 5000, older):
         store = torn(tmp_path, wal + junk)
         assert commits_in(store) == COMMITS
+        store.close()
+
+
+def flips(wal: bytes, *, every_byte: bool) -> list[int]:
+    """Bytes of all but the last commit: every one, or some of each field of each frame."""
+    size = page_bytes(wal) + FRAME_HEADER
+    end = commit_ends(wal)[-2]
+    if every_byte:
+        return list(range(end))
+    fields = (0, 4, 7, 8, 12, 16, 20, 23, FRAME_HEADER, FRAME_HEADER + 100, size - 1)
+    frames = range(HEADER, end, size)
+    header = (0, 3, 4, 9, 10, 16, 20, 24, 28)
+    return [*header, *(frame + field for frame in frames for field in fields)]
+
+
+def page_bytes(wal: bytes) -> int:
+    return int.from_bytes(wal[8:12], "big")
+
+
+def commit_ends(wal: bytes) -> list[int]:
+    """Where each commit ends, in order."""
+    size = page_bytes(wal) + FRAME_HEADER
+    frames = range(HEADER, len(wal), size)
+    return [frame + size for frame in frames if any(wal[frame + 4 : frame + 8])]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "every_byte",
+    [pytest.param(False, id="fields"), pytest.param(True, id="every byte", marks=pytest.mark.slow)],
+)
+def test_a_flipped_byte_before_the_last_commit_is_refused_and_never_forgets_commits(
+    tmp_path: Path, every_byte: bool
+) -> None:
+    wal = written(tmp_path)
+    forgotten = []
+    for at in flips(wal, every_byte=every_byte):
+        changed = bytearray(wal)
+        changed[at] ^= 0x10
+        try:
+            store = torn(tmp_path, bytes(changed))
+        except JournalDamaged:
+            continue
+        if commits_in(store) < COMMITS:
+            forgotten.append(at)
+        store.close()
+    assert forgotten == []
+
+
+def test_a_flipped_byte_in_the_last_commit_costs_that_one_at_most(tmp_path: Path) -> None:
+    wal = written(tmp_path)
+    opened = 0
+    for at in range(commit_ends(wal)[-2], len(wal), 61):
+        changed = bytearray(wal)
+        changed[at] ^= 0x10
+        try:
+            store = torn(tmp_path, bytes(changed))
+        except JournalDamaged:  # what no crash could have left
+            continue
+        opened += 1
+        assert commits_in(store) >= COMMITS - 1
+        store.close()
+    assert opened > 0
+
+
+def test_frames_written_out_of_order_when_the_machine_stops_are_a_torn_end(tmp_path: Path) -> None:
+    wal = written(tmp_path)
+    begin, size = commit_ends(wal)[-2], page_bytes(wal) + FRAME_HEADER
+    assert len(wal) - begin >= 2 * size, "the last commit has frames to mix up"
+    for lost in range(begin, len(wal), size):
+        changed = bytearray(wal)
+        changed[lost : lost + size] = bytes(size)
+        store = torn(tmp_path, bytes(changed))
+        assert commits_in(store) == COMMITS - 1
         store.close()
 
 

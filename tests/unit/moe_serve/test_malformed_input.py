@@ -19,7 +19,14 @@ from google.rpc import error_details_pb2
 from moe_serve.bootstrap.record import read_record
 from moe_serve.cli.recordings import read_segments, read_trace
 from moe_serve.config.load import DEPTH_MAX, FAULTS_MAX, ConfigInvalid, parse_config
-from moe_serve.controller.journal_rows import Row, RowKind, epoch_row, image_of
+from moe_serve.controller.journal_rows import (
+    Row,
+    RowKind,
+    StateSnapshot,
+    epoch_row,
+    image_of,
+    snapshot_row,
+)
 from moe_serve.controller.journal_store import INPUTS_FILE, STATE_FILE, InputsStore, StateStore
 from moe_serve.errors import InvalidArgument, MoeServeError, NotFound, StaleTerm, StartRefused
 from moe_serve.rpc import codec, dispatch_pb2
@@ -34,8 +41,10 @@ from moe_serve.weights.paths import find_root
 from moe_serve.wire.codec import decode
 from moe_serve.wire.control_codec import decode_table
 from moe_serve.wire.frame import Kind, pack_prefix
+from placement.config import RebalanceConfig
+from placement.engine import RebalanceEngine
 from placement.messages.codec import encode
-from tests.builders import make_layout, make_table
+from tests.builders import make_layout, make_spec, make_table, make_topology
 from tests.checkpoint_builder import config, entry, raw_file, write_checkpoint
 
 DEEP = 5000
@@ -199,6 +208,17 @@ def test_a_name_of_a_tensor_has_a_limit(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 600
 
 
+@pytest.mark.parametrize(
+    "twice", ['"a":{%s},"a":{%s}', '"a":{%s},"\\u0061":{%s}', '"b":{"x":{"y":1,"y":2}},"a":{%s}']
+)
+def test_a_name_is_in_a_header_once(tmp_path: Path, twice: str) -> None:
+    good = '"dtype":"F32","shape":[1],"data_offsets":[0,4]'
+    text = "{" + twice.replace("%s", good) + "}"
+    (tmp_path / "f.safetensors").write_bytes(raw_file(text.encode(), bytes(4)))
+    with pytest.raises(BadHeader, match="is there twice"):
+        read_header(find_root(tmp_path), "f.safetensors")
+
+
 SERVICE = """
 service: tiny
 model: {name: tiny, checkpoint: "package:tiny_moe"}
@@ -220,8 +240,9 @@ def faults(text: str) -> list[str]:
         ("budget: " + "9" * 400 + "TiB", "at most"),
         ("budget: -5", "greater than or equal to 0"),
         ("slots: 0x" + "f" * 5000, "too large to show"),
+        ("budget: 64MiB, num_cpus: .inf", "finite"),
     ],
-    ids=["digits", "digits_unit", "negative", "hexadecimal"],
+    ids=["digits", "digits_unit", "negative", "hexadecimal", "infinite"],
 )
 def test_a_size_in_a_service_file_is_a_size(budget: str, said: str) -> None:
     assert parse_config(SERVICE.replace("BUDGET", "budget: 64MiB").encode(), "f.yaml")
@@ -244,11 +265,25 @@ def test_starts_in_a_journal_are_times() -> None:
         assert len(str(caught.value)) < 200
 
 
+def a_snapshot() -> StateSnapshot:
+    engine = RebalanceEngine(
+        make_spec(), make_topology([3, 3]), RebalanceConfig(), term=1, first_epoch=1, start_s=0.0
+    )
+    return StateSnapshot(
+        term=1, epoch=3, at_s=1.0, engine=engine.snapshot(), parts=(), epochs_published=2
+    )
+
+
 def test_rows_of_a_journal_hold_numbers_and_times() -> None:
     assert image_of([epoch_row(7, 1.0)], {}, 0.0, dropped_tail=False).epoch == 7
     for body in (b"", b"-1", b" 7", b"1_0", b"9" * 5000, str(2**63).encode()):
         with pytest.raises(ValueError, match="epoch"):
             image_of([Row(RowKind.EPOCH, 1.0, body)], {}, 0.0, dropped_tail=False)
+    for changes in ({"epoch": 2**63}, {"epoch": -1, "epochs_published": -1}):
+        tree = msgspec.msgpack.decode(snapshot_row(a_snapshot()).body)
+        row = Row(RowKind.SNAPSHOT, 1.0, encode({**tree, **changes}))
+        with pytest.raises(ValueError, match="epoch"):
+            image_of([row], {}, 0.0, dropped_tail=False)
     for at_s in (float("inf"), float("nan"), 1e300):
         with pytest.raises(ValueError, match="a time does not lie"):
             image_of([epoch_row(7, at_s)], {}, 0.0, dropped_tail=False)
@@ -287,6 +322,19 @@ def test_a_damaged_journal_is_told_in_one_line(tmp_path: Path) -> None:
         StateStore(tmp_path, "s")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
+
+
+def test_a_journal_whose_schema_is_no_text_is_damaged(tmp_path: Path) -> None:
+    StateStore(tmp_path, "s").close()
+    file = tmp_path / STATE_FILE
+    with closing(sqlite3.connect(file)) as db:
+        db.execute("PRAGMA journal_mode = DELETE")
+    data = file.read_bytes()
+    # SQLite quotes the name of a table in its error, which Python then cannot decode.
+    broken = data.replace(b"CREATE TABLE meta", b"CREATE TABLX meta")
+    file.write_bytes(broken.replace(b"tablemetameta", b"tablem\xf9tam\xf9ta"))
+    with pytest.raises(StartRefused, match="is damaged"):
+        StateStore(tmp_path, "s")
 
 
 @pytest.mark.parametrize("value", ["'noon'", "9e999", "x'00'"])

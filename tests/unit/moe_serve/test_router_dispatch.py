@@ -1,6 +1,7 @@
 """RouterCore over fake shards: right output through stale tables, losses and cancels."""
 
 import asyncio
+import itertools
 import time
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from moe_serve.router.dispatch import ForwardOutput, RouterCore
 from moe_serve.router.faults import ContributionFault, FaultKind
 from moe_serve.router.ledger import CombinedEntry, RequestEntry
 from moe_serve.rpc.codec import unpack_bits
+from moe_serve.wire.frame import TIMEOUT_S_MAX, check_timeout
 from placement.roles import calls
 from placement.roles.router_records import RouterRules
 from placement.split import count_ids
@@ -313,7 +315,7 @@ async def test_no_replica_left_fails_typed_and_names_the_expert() -> None:
     await core.forward(a_request(1, topk_ids=ids), 1.0)
     world.shards[1].connected = False
     with pytest.raises(Unavailable, match="layer 1: no rank with expert 1 could be reached"):
-        await core.forward(a_request(1, topk_ids=ids), 0.2)
+        await core.forward(a_request(1, topk_ids=ids), 0.5)
     assert core.open_requests == 0
     await core.stop()
 
@@ -348,7 +350,36 @@ async def test_the_callers_short_deadline_is_no_fault_of_a_shard(world: FakeWorl
 
 
 @pytest.mark.asyncio
-async def test_a_sub_call_cancelled_before_its_first_step_is_settled(world: FakeWorld) -> None:
+async def test_a_callers_long_deadline_stays_within_what_the_wire_takes(world: FakeWorld) -> None:
+    core = a_core(world, rules=RouterRules(max_attempts=1))
+    await core.forward(a_request(1), 1e6)
+    for shard in world.shards:
+        for call in shard.calls:
+            assert check_timeout(call.timeout_s) == TIMEOUT_S_MAX
+    await core.stop()
+
+
+@pytest.mark.asyncio
+async def test_what_has_no_time_left_is_not_sent(world: FakeWorld) -> None:
+    looks = itertools.count()
+    # Each look at the clock takes 1 s: at the sixth, when the split is done, the time is over.
+    core = RouterCore(
+        router_settings(world.spec), world.open_channel, clock=lambda: 1.0 * next(looks)
+    )
+    core.install_table(world.table())
+    with pytest.raises((DeadlineExceeded, Unavailable)):
+        await core.forward(a_request(1), 4.0)
+    assert core.role.counters["lost_pairs"] >= 3
+    assert [shard.calls for shard in world.shards] == [[]] * len(world.shards)
+    assert core.role.open_sub_calls == 0
+    await core.stop()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("twice", [False, True])
+async def test_a_sub_call_cancelled_before_its_first_step_is_settled(
+    world: FakeWorld, twice: bool
+) -> None:
     until_cancel = -1
     running: asyncio.Task[ForwardOutput] | None = None
 
@@ -358,13 +389,15 @@ async def test_a_sub_call_cancelled_before_its_first_step_is_settled(world: Fake
         if until_cancel == 0:
             assert running is not None
             running.cancel()
+            if twice:  # as where deadline and caller end a request at once
+                asyncio.get_running_loop().call_soon(running.cancel)
         return time.monotonic()
 
     def then_cancel(reply: SubReply) -> SubReply:
-        # The next look at the clock settles this reply, the one after it plans the retry: its
-        # sub-calls are made, and the request ends before any of them runs.
+        # The next look at the clock settles this reply, the second asks for retries, the third
+        # plans one, the fourth sends it: its sub-call is made, and the request ends before it runs.
         nonlocal until_cancel
-        until_cancel = 2
+        until_cancel = 4
         stale = np.ones_like(reply.row_status)
         return replace(reply, row_status=stale, partial=reply.partial[:0])
 
@@ -380,6 +413,8 @@ async def test_a_sub_call_cancelled_before_its_first_step_is_settled(world: Fake
         await asyncio.gather(running, return_exceptions=True)
         if running.cancelled():
             break
+    assert core.role.counters["lost_pairs"] == 1, "it was made"
+    assert all(call.cause is Cause.FIRST for shard in world.shards for call in shard.calls)
     assert core.role.open_sub_calls == 0
     newer = world.table()
     core.install_table(newer)

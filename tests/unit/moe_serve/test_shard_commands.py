@@ -182,6 +182,39 @@ def test_a_lower_term_is_refused_without_effect(make: Made) -> None:
     assert shard.report(-1).highest_term == 5
 
 
+def test_what_waited_while_a_higher_term_took_stock_changes_nothing(make: Made) -> None:
+    began, free = threading.Event(), threading.Event()
+
+    def probe(_pairs: int) -> None:
+        began.set()
+        free.wait(5)
+
+    model = marker_model()
+    shard = make(model=model, backend=MarkerBackend(model.expert, probe))
+    tag = shard.execute(1, reserve()).slot_tag  # type: ignore[union-attr]
+    shard.execute(1, copy(tag))
+    verifying = in_thread(lambda: shard.execute(1, verify(tag)))
+    assert_set(began)
+    refused: list[StaleTerm] = []
+
+    def give_back() -> None:
+        try:
+            shard.execute(1, abort(tag))
+        except StaleTerm as error:
+            refused.append(error)
+
+    aborting = threading.Thread(target=give_back, daemon=True)
+    aborting.start()
+    time.sleep(0.05)  # until it waits for the proof
+    told = shard.core.slots.inventory(2)
+    free.set()
+    verifying[0].join(5)
+    aborting.join(5)
+    assert [error.term for error in refused] == [2]
+    assert [(held.slot, held.tag) for held in told] == [(0, tag)]
+    assert shard.pool.holds(0)
+
+
 def test_commands_for_another_incarnation_are_refused(make: Made) -> None:
     shard = make()
     answer = shard.execute(1, reserve(incarnation=2))
@@ -319,6 +352,25 @@ def test_an_abort_stops_a_running_copy(make: Made) -> None:
     assert isinstance(shard.execute(1, abort(tag)), AddAborted)
     copying[0].join(5)
     assert isinstance(copying[1][0], StepFailed)
+    assert shard.pool.resident_bytes == 0
+
+
+def test_a_copy_that_gets_no_thread_fails_and_its_slot_comes_back(
+    make: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = make()
+    tag = shard.execute(1, reserve()).slot_tag  # type: ignore[union-attr]
+
+    def none(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        answer = shard.execute(1, copy(tag))
+    assert isinstance(answer, StepFailed)
+    assert answer.code == "io"
+    assert shard.report(-1).copies == ()
+    assert isinstance(shard.execute(1, abort(tag)), AddAborted)
     assert shard.pool.resident_bytes == 0
 
 

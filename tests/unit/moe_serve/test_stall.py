@@ -80,5 +80,28 @@ def test_the_watch_looks_at_both_until_it_is_stopped() -> None:
     assert len(held) == seen
 
 
+def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    looked = threading.Event()
+
+    class Core:
+        def refuse_stalled(self) -> None:
+            looked.set()
+
+    class Wire:
+        failed = False
+
+        def replace_held(self, after_s: float) -> bool:
+            if not self.failed:
+                self.failed = True
+                raise MemoryError
+            return False
+
+    watch = Watch(Core(), Wire(), look_s=0.001)
+    watch.start()
+    assert looked.wait(5)
+    watch.stop()
+    assert "a look at the threads" in caplog.text
+
+
 def test_words_of_fault_are_none_of_load() -> None:
     assert not {"busy", "late", "draining", "stopping"} & set(FAULT_WORDS)

@@ -15,6 +15,7 @@ from placement.messages.effects import (
     VerifyExpert,
 )
 from tests.engine_driver import restart, two_ranks
+from tests.unit.placement.test_engine_edges import filled, run_plan
 
 
 def migrate_two(driver):
@@ -157,6 +158,22 @@ def test_a_replica_that_is_gone_from_the_inventory_leaves_the_table():
     driver.check_agreement()
 
 
+def test_what_was_proved_before_the_first_table_is_listed_after_two_restarts():
+    """The first restart leaves the adds of the fill behind, for a rank is still to be heard of; the
+    second must remember what they wait for."""
+    driver = two_ranks()
+    first = RebalanceEngine(
+        driver.spec, driver.topology, driver.config, term=1, first_epoch=1, start_s=0.0
+    )
+    proved = [t for t in driver.transitions if t.after != "listed"]
+    restart(driver, first.snapshot(), proved, silent=(1,))
+    assert driver.engine.state.run is None
+    before = restart(driver, driver.engine.snapshot(), [])
+    assert len(driver.tables) == before + 1
+    assert driver.table.missing() == ()
+    driver.check_agreement()
+
+
 def test_routers_count_again_only_after_they_had_time_to_register():
     driver = two_ranks(slots=3, router_silence_s=5.0, drain_wait_s=60.0)
     driver.silent_routers.add("r0")
@@ -169,6 +186,20 @@ def test_routers_count_again_only_after_they_had_time_to_register():
     driver.wait(4.9)
     assert "unlisted" in driver.step_states()
     driver.wait(0.2)
+    assert driver.engine.state.run is None
+    driver.check_agreement()
+
+
+def test_a_release_is_asked_for_again_where_an_add_waits_for_the_slot():
+    """Removal and add name the same slot. Only the removal has begun: it goes on, or nobody would
+    ever ask its rank again."""
+    driver = filled([[0, 1, 3], [1, 2, 3]], staging_slots=0)
+    driver.hold.add(ReleaseSlot)
+    run_plan(driver, [[0, 1, 2], [1, 2, 3]], staging_slots=0)
+    assert driver.step_states() == ["drained", "planned"]
+    driver.routers.clear()  # rank 0 is the first to be heard of
+    restart(driver, driver.engine.snapshot(), [])
+    driver.wait(1.0)
     assert driver.engine.state.run is None
     driver.check_agreement()
 

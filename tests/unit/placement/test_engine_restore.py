@@ -390,6 +390,17 @@ def test_a_rescue_evicts_only_what_has_another_replica():
     assert [(m.kind, m.expert, m.target_rank) for m in plan.moves] == [("replicate", 3, 0)]
 
 
+def test_a_rescue_evicts_no_replica_twice():
+    """Nobody asks for expert 0, so each of its three replicas would do least harm by going."""
+    driver = filled([[0, 1], [0, 1], [0, 1], [2, 3]], slots=2, staging_slots=0)
+    driver.hold.add(ComputeTarget)
+    driver.lose(3)
+    load = np.array([0.0, 5.0, 1.0, 1.0])
+    plan = rescue_plan(driver.engine._turn(driver.now_s), load)
+    removed = [(s.slot, s.expert) for s in plan.steps if s.kind == "remove"]
+    assert removed == [((0, 0), 0), ((1, 0), 0)]
+
+
 def test_a_rescue_stops_where_no_expert_can_spare_a_replica():
     driver = filled([[0], [1], [2, 3]], slots=2, staging_slots=0)
     driver.lose(2)

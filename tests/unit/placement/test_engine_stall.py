@@ -17,8 +17,9 @@ from placement.messages.effects import (
     VerifyExpert,
 )
 from placement.migration import AddState, RemoveState
-from tests.engine_driver import restart, two_ranks
-from tests.unit.placement.test_engine_edges import answer_target, plan_to
+from tests.builders import make_spec, make_topology
+from tests.engine_driver import EngineDriver, restart, two_ranks
+from tests.unit.placement.test_engine_edges import answer_target, holding, plan_to
 
 HOT = {0: 5000.0}
 
@@ -357,6 +358,48 @@ def test_a_journal_that_tells_of_a_newer_plan_leaves_the_older_ones_steps_parked
     restart(driver, snapshot, driver.transitions[start:])
     driver.wait(60.0)
     assert driver.engine.state.parked == {}
+    assert driver.table.missing() == ()
+    driver.check_agreement()
+
+
+def test_before_the_first_table_a_removal_does_not_wait_for_an_expert_that_did_not_come():
+    """Rank 0 is to give a replica up once it lies on rank 1. The table that would say so cannot be
+    published while another expert is missing: the removal is given up, and the fill tried again."""
+    driver = EngineDriver(
+        make_spec(), make_topology([3, 3], ranks_per_node=1), routers=["r0"], join=False
+    )
+    driver.hold.add(CopyExpert)
+    driver.join(0, shard=holding(0, [0, 1, 2], 3))
+    driver.join(1)
+    assert driver.tables == []
+    for command in list(driver.held):
+        if command.expert == 3:
+            driver.held.remove(command)
+            driver.feed(ev.StepFailed(at_s=0.0, step_id=command.step_id, code="io", detail="disk"))
+    driver.let_go()
+    given_up = [t for t in driver.transitions if t.kind == "remove" and t.after == "listed"]
+    assert given_up
+    driver.wait(30.0)
+    assert driver.table.missing() == ()
+    driver.check_agreement()
+
+
+def test_what_was_proved_before_a_restart_waits_for_the_ranks_and_then_for_nothing():
+    driver = two_ranks(slots=6, num_ranks=3)
+    driver.hold.add(CopyExpert)
+    driver.close_window(HOT)
+    proved, other = driver.held
+    for event in driver.run_shard(proved):
+        driver.feed(event)
+    assert driver.step_states().count(AddState.VERIFIED) == 1
+    before = restart(driver, driver.engine.snapshot(), (), silent=(0, 1, 2))
+    driver.lose(other.rank)
+    assert driver.engine.state.run is None
+    assert len(driver.tables) == before, "other ranks may still hold what would be left out"
+    for rank in sorted(driver.shards):
+        driver.join(rank, shard=driver.shards[rank])
+    assert proved.rank in {r for r, _, _ in driver.table.replicas(0, 0)}
+    driver.wait(31.0)
     assert driver.table.missing() == ()
     driver.check_agreement()
 

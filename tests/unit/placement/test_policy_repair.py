@@ -3,11 +3,12 @@ import numpy as np
 import pytest
 
 from placement.layout import ExpertLayout
+from placement.planner import reachable_floor as planner_floor
 from placement.policy import PolicyError, propose
 from placement.policy.feasibility import capacities, check_request, domains, reachable_floor
 from placement.policy.occupancy import Occupancy
 from placement.policy.repair import EvenJudge, from_nothing, repair
-from tests.builders import make_layout, make_request, make_spec, make_topology
+from tests.builders import make_demand, make_layout, make_request, make_spec, make_topology
 
 
 def occupancy_of(rows, slots, *, num_experts, floor=1, staging_slots=0, in_domain=None):
@@ -211,3 +212,30 @@ def test_a_malformed_request_is_refused_by_field(fields, says):
 def test_an_unknown_policy_is_refused_with_the_known_ones():
     with pytest.raises(PolicyError, match="'magic' is not one of eplb, incremental, static"):
         propose("magic", GOOD)
+
+
+# -- ranks with slots that are not given back yet --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "staging", "fill_max", "room"),
+    [(5, 1, -1, 4), (5, 1, 4, 4), (5, 1, 2, 2), (5, 0, 4, 4), (1, 2, -1, 0), (5, 1, 0, 0)],
+)
+def test_a_rank_takes_no_more_than_what_unanswered_steps_leave(num_slots, staging, fill_max, room):
+    (spec,) = make_topology([num_slots]).ranks
+    assert msgspec.structs.replace(spec, fill_max=fill_max).room(staging) == room
+
+
+def test_slots_that_are_not_given_back_count_for_no_floor_and_get_no_replica():
+    spec, topology = make_spec(), make_topology([5, 5, 5], ranks_per_node=1)
+    full = msgspec.structs.replace(topology.ranks[0], fill_max=1)
+    limited = msgspec.structs.replace(topology, ranks=(full, *topology.ranks[1:]))
+    for reach in (reachable_floor, planner_floor):
+        assert reach(topology, num_keys=6, floor=2, staging_slots=1) == 2
+        assert reach(limited, num_keys=6, floor=2, staging_slots=1) == 1
+    layout = make_layout([[0, -1, -1, -1, -1], [1, 2, -1, -1, -1], [3, -1, -1, -1, -1]])
+    request = make_request(spec, limited, layout, make_demand(spec, {0: 50.0, 1: 50.0}))
+    for policy in ("incremental", "static"):
+        proposed = propose(policy, request)
+        assert int((proposed.slots[0] >= 0).sum()) <= 1
+        assert proposed.missing() == ()

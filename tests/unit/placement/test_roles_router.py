@@ -1,5 +1,7 @@
 """The router's rules, event by event: tables, calls, covers, budget, hedges, avoidance, backlog."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -355,6 +357,33 @@ def test_a_lost_cover_leaves_the_hedge_to_finish() -> None:
     role.lost(first.sub_id, fault=True, at_s=1.0)
     assert role.take_retries() == ()
     assert serve(role, hedge).finished
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"hosts": [[2, 0]] * E, "version": "v2"},
+        {"hosts": [[]] + [[2, 0]] * (E - 1), "version": "v1"},
+    ],
+    ids=["weights", "replica"],
+)
+def test_a_hedge_that_nobody_can_serve_ends_nothing(changed: dict[str, Any]) -> None:
+    role = a_role(a_table([[0, 2]] * E, epoch=1), **HEDGING)
+    (first,) = begin(role, [[0]])
+    assert role.accept(a_table(**changed, epoch=2)) is Acceptance.APPLIED
+    ((call_id, _),) = role.hedges_due(1.0)
+    assert role.plan_cover(call_id, Cause.HEDGE, 1.0) is None
+    assert role.hedges_due(1.1) == (), "it is not looked at again"
+    assert serve(role, first).finished
+
+
+def test_what_others_answer_of_a_request_that_was_given_up_finishes_nothing() -> None:
+    role = a_role(a_table([[0], [1]] + [[0]] * (E - 2)), max_attempts=1)
+    lost, served = sorted(begin(role, [[0], [1]]), key=lambda sent: sent.part.rank)
+    assert role.lost(lost.sub_id, fault=True, at_s=0.0).failure is not None
+    step = serve(role, served)
+    assert not step.finished
+    assert len(role.close_request(1)) == 1
 
 
 def test_nothing_is_hedged_before_a_p95_is_known_much_or_on_the_same_node() -> None:
