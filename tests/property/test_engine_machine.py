@@ -191,6 +191,16 @@ class WatchedDriver(EngineDriver):
         for key, rank, _, _ in listed:
             self.listed.setdefault(key, set()).add((rank, lives[rank]))
 
+    def lose(self, rank):
+        self.note(Died, who_is(rank, self.shards[rank]), cause="killed")
+        return super().lose(rank)
+
+    def end(self, rank):
+        """A shard ends, and nobody tells the engine."""
+        shard = self.shards.pop(rank, None)
+        if shard is not None:
+            self.note(Died, who_is(rank, shard), cause="killed")
+
     def kill_who_was_given_up(self):
         """The controller kills what it has declared lost: its process answers nothing any more."""
         for rank in self.engine.state.ranks:
@@ -335,7 +345,7 @@ class EngineMachine(RuleBasedStateMachine):
         if known and shard is not None:
             self.driver.join(rank, shard=shard)
         else:
-            self.driver.shards.pop(rank, None)
+            self.driver.end(rank)
             self.join_anew(rank)
 
     @rule(rank=ranks, silent=st.booleans())

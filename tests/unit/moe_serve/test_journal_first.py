@@ -1,0 +1,95 @@
+"""Nothing reaches a shard before the journal says it: looked up on disk as each message arrives."""
+
+import sqlite3
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from moe_serve.controller.journal_rows import Row, RowKind, image_of
+from moe_serve.ports import ShardCommand
+from placement.messages.codec import decode_as
+from placement.messages.effects import (
+    AbortAdd,
+    CopyExpert,
+    ReleaseSlot,
+    ReserveSlot,
+    Transition,
+    VerifyExpert,
+)
+from placement.migration import AddState, RemoveState
+from placement.routing import RoutingTable
+from tests.fakes.controller import controller, make_cluster, make_settings, until
+from tests.fakes.fleet import FakeShardPort
+
+FOLLOWS_FROM: dict[type, set[str]] = {
+    ReserveSlot: {AddState.RESERVED},
+    CopyExpert: {AddState.COPYING},
+    VerifyExpert: {AddState.COPYING, RemoveState.RECALLED},
+    AbortAdd: {AddState.ABORTING},
+    ReleaseSlot: {RemoveState.DRAINED},
+}
+
+
+class Watch:
+    """Compares what shards are told with what is on disk then."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seen: Counter[str] = Counter()
+        self.early: list[str] = []
+
+    def rows(self) -> list[Row]:
+        with closing(sqlite3.connect(self.folder / "state.db")) as log:
+            rows = log.execute("SELECT kind, at_s, body FROM log ORDER BY seq").fetchall()
+        return [Row(RowKind(kind), at_s, body) for kind, at_s, body in rows]
+
+    def command(self, command: ShardCommand) -> None:
+        wanted = FOLLOWS_FROM.get(type(command))
+        if wanted is None:
+            return
+        self.seen[type(command).__name__] += 1
+        rows = [row.body for row in self.rows() if row.kind is RowKind.TRANSITION]
+        told = [decode_as(body, Transition) for body in rows]
+        states = {t.after for t in told if t.step_id == command.step_id}  # type: ignore[union-attr]
+        if not states & wanted:
+            self.early.append(f"{command}: the journal says {sorted(states)}")
+
+    def table(self, table: RoutingTable) -> None:
+        self.seen["table"] += 1
+        epoch = image_of(self.rows(), {}, 0.0, dropped_tail=False).epoch
+        if epoch < table.epoch:
+            self.early.append(f"table {table.epoch}: the journal says {epoch}")
+
+
+@pytest.mark.asyncio
+async def test_what_a_shard_is_told_is_in_the_journal_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(tmp_path)
+    execute, install_table = FakeShardPort.execute, FakeShardPort.install_table
+
+    async def watched_execute(self, term, command):  # type: ignore[no-untyped-def]
+        watch.command(command)
+        return await execute(self, term, command)
+
+    async def watched_table(self, table):  # type: ignore[no-untyped-def]
+        watch.table(table)
+        return await install_table(self, table)
+
+    monkeypatch.setattr(FakeShardPort, "execute", watched_execute)
+    monkeypatch.setattr(FakeShardPort, "install_table", watched_table)
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        for rank in (0, 1):
+            before, shard = rig.state.epoch, cluster.shard(rank)
+            assert shard is not None
+            cluster.die(shard.name)
+            await until(lambda before=before: rig.state.epoch > before)
+            await rig.ready()
+    assert watch.early == []
+    assert watch.seen["ReserveSlot"] >= 4
+    assert watch.seen["CopyExpert"] >= 4
+    assert watch.seen["table"] >= 4
