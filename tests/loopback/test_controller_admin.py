@@ -361,17 +361,15 @@ async def test_a_full_disk_is_named_at_once_by_everything_that_would_move(
 
         with monkeypatch.context() as patched:
             patched.setattr(StateStore, "_transact", full)
-            for asked in (
-                stub.SetBudget(pb.SetBudgetRequest(rank=0, budget_bytes=3000), timeout=5.0),
-                stub.DrainRank(pb.DrainRankRequest(rank=1), timeout=5.0),
-                stub.UndrainRank(pb.UndrainRankRequest(rank=1), timeout=5.0),
-                stub.ApplyPlan(pb.ApplyPlanRequest(plan_id=plan.plan_id), timeout=5.0),
-                stub.ApplyPlan(
-                    pb.ApplyPlanRequest(plan_id=plan.plan_id, validate_only=True), timeout=5.0
-                ),
-                stub.Resume(pb.ResumeRequest(), timeout=5.0),
+            for ask, request in (
+                (stub.SetBudget, pb.SetBudgetRequest(rank=0, budget_bytes=3000)),
+                (stub.DrainRank, pb.DrainRankRequest(rank=1)),
+                (stub.UndrainRank, pb.UndrainRankRequest(rank=1)),
+                (stub.ApplyPlan, pb.ApplyPlanRequest(plan_id=plan.plan_id)),
+                (stub.ApplyPlan, pb.ApplyPlanRequest(plan_id=plan.plan_id, validate_only=True)),
+                (stub.Resume, pb.ResumeRequest()),
             ):
-                error = await refused(asked)
+                error = await refused(ask(request, timeout=5.0))
                 assert isinstance(error, FailedPrecondition)
                 assert error.message == (
                     f"no new moves: the journal in {tmp_path} cannot be written: database or disk "
