@@ -90,6 +90,13 @@ class RouterTold(Fact, frozen=True, kw_only=True, tag=True):
     quiesced: int
 
 
+class RouterHeard(Fact, frozen=True, kw_only=True, tag=True):
+    """The controller got a router's word. `life`: who that was, as in its own facts. What a router
+    tells may be lost on the way, and then it counts as silent."""
+
+    life: str
+
+
 # -- commands and the journal --------------------------------------------------------------------
 
 
@@ -303,6 +310,7 @@ AnyFact = (
     | TablePublished
     | TableInstalled
     | RouterTold
+    | RouterHeard
     | StateWritten
     | Recovered
     | CommandSent

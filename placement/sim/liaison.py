@@ -21,6 +21,7 @@ from placement.messages.effects import (
     SetRankSlots,
     VerifyExpert,
 )
+from placement.messages.history import RouterHeard
 from placement.roles.shard import Answer, TermRefused
 from placement.routing import RankAddress, RoutingTable
 from placement.sim.demand import RouterReport
@@ -373,6 +374,7 @@ class Liaison:
         if report.highest_term > self._boss.term:
             self._boss.fenced()
             return
+        self._stage.note(RouterHeard, self._boss.who, term=self._boss.term, life=known.part.who)
         if known.silent:
             known.silent = False
             known.applied = known.quiesced = -1

@@ -28,6 +28,7 @@ from placement.messages.history import (
     Died,
     MemoryUsed,
     PlanStarted,
+    RouterHeard,
     RouterTold,
     SlotFreed,
     SlotProved,
@@ -227,6 +228,8 @@ class WatchedDriver(EngineDriver):
         self.applied[router] = epoch
         term = self.engine.state.term if self.applied[router] >= 0 else -1
         self.note(RouterTold, router, term=term, router=router, applied=epoch, quiesced=epoch)
+        if term >= 0:
+            self.note(RouterHeard, "controller", term=term, life=router)
 
 
 def who_is(rank, shard):

@@ -75,8 +75,8 @@ class Story(Recorder):
     def began(self, who=BOSS, place="controller", *, term=1, at_s=0.0):
         return self.tell(h.Began, who, at_s, term=term, place=place)
 
-    def told(self, applied, quiesced, *, at_s=0.0, router="router0", term=1):
-        return self.tell(
+    def told(self, applied, quiesced, *, at_s=0.0, router="router0", term=1, heard=True):
+        self.tell(
             h.RouterTold,
             f"{router}/1",
             at_s,
@@ -85,6 +85,7 @@ class Story(Recorder):
             applied=applied,
             quiesced=quiesced,
         )
+        return self.tell(h.RouterHeard, BOSS, at_s, term=1, life=f"{router}/1") if heard else self
 
     def release(self, at_s):
         return self.sent("ReleaseSlot", at_s=at_s)
@@ -291,6 +292,11 @@ BROKEN = [
         "I7.*0.900 s after epoch 2",
     ),
     (release_last, story().table(1).release(at_s=0.0), "I7.*listed"),
+    (
+        lambda: release_last(silence_s=0.5),
+        unlisted(told=(1, 1)).told(2, 1, at_s=1.4).release(at_s=1.6),
+        "I7.*0.600 s after epoch 2.*router0",
+    ),
     # another controller's epochs say nothing of this one's tables
     (
         release_last,
@@ -397,6 +403,11 @@ FINE = [
     (release_last, unlisted(told=(1, 1)).release(at_s=3.0).freed(at_s=3.0)),
     (release_last, unlisted(told=(2, 2)).release(at_s=1.1).freed(at_s=1.1)),
     (lambda: release_last(silence_s=0.5), unlisted(told=(1, 1)).release(at_s=1.6)),
+    # it tells what it uses, but its words are lost: the controller hears nothing and waits no more
+    (
+        lambda: release_last(silence_s=0.5),
+        unlisted(told=(1, 1)).told(2, 1, at_s=1.5, heard=False).release(at_s=1.6),
+    ),
     (release_last, unlisted(told=(1, 1)).installed(2).release(at_s=2.1)),
     (
         release_last,

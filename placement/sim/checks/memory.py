@@ -11,6 +11,7 @@ from placement.messages.history import (
     Died,
     MemoryUsed,
     PlanStarted,
+    RouterHeard,
     RouterTold,
     SlotFreed,
     StateWritten,
@@ -64,8 +65,9 @@ class ReleaseLast:
     asked for only when every router that is waited for uses a table without it and has nothing
     older in flight, or the wait for that is over.
 
-    drain_wait_s: the longest of each of the two waits. A router that has said nothing for
-    `silence_s`, or not that it uses the newest table, is waited for no more.
+    drain_wait_s: the longest of each of the two waits. A router of which the controller
+    has heard nothing for `silence_s`, or that has not said for so long that it uses the newest
+    table, is waited for no more.
     """
 
     def __init__(self, *, silence_s: float, drain_wait_s: float) -> None:
@@ -78,7 +80,7 @@ class ReleaseLast:
         self._unlisted: dict[Place, tuple[Order, float]] = {}
         self._told: dict[str, tuple[Order, Order]] = {}
         """Router -> what it uses, and below which it has nothing in flight."""
-        self._told_at_s: dict[str, float] = {}
+        self._heard_at_s: dict[str, float] = {}
         self._behind_since_s: dict[str, float] = {}
         self._wait_s: dict[str, float] = {}
         self._plan: dict[int, str] = {}
@@ -91,6 +93,7 @@ class ReleaseLast:
             Died: self._died,
             TablePublished: self._published,
             RouterTold: self._router_told,
+            RouterHeard: self._router_heard,
             TableInstalled: self._installed,
             PlanStarted: self._plan_started,
             WaitsShortened: self._waits_shortened,
@@ -122,9 +125,12 @@ class ReleaseLast:
 
     def _router_told(self, fact: RouterTold) -> None:
         self._told[fact.who] = ((fact.term, fact.applied), (fact.term, fact.quiesced))
-        self._told_at_s[fact.who] = fact.at_s
         if (fact.term, fact.applied) >= self._newest:
             self._behind_since_s.pop(fact.who, None)
+
+    def _router_heard(self, fact: RouterHeard) -> None:
+        if fact.term >= self._term:
+            self._heard_at_s[fact.life] = fact.at_s
 
     def _installed(self, fact: TableInstalled) -> None:
         """A router uses the table from now on, and says so as it takes it."""
@@ -151,7 +157,8 @@ class ReleaseLast:
             router
             for router in self._told
             if fact.at_s
-            < min(self._behind_since_s.get(router, 1e18), self._told_at_s[router]) + self._silence_s
+            < min(self._behind_since_s.get(router, 1e18), self._heard_at_s.get(router, -1e18))
+            + self._silence_s
         ]
         unaware = sorted(r for r in awaited if self._told[r][0] < order)
         busy = sorted(r for r in awaited if self._told[r][1] < order)
