@@ -18,24 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from placement.load import DemandReport, HotnessReport
-from placement.messages.effects import (
-    AbortAdd,
-    CopyExpert,
-    ReleaseSlot,
-    ReserveSlot,
-    SetRankSlots,
-    VerifyExpert,
-)
-from placement.messages.events import (
-    AddAborted,
-    BudgetApplied,
-    ExpertCopied,
-    ExpertVerified,
-    ResidentSlot,
-    SlotReleased,
-    SlotReserved,
-    StepFailed,
-)
+from placement.messages.effects import ShardCommand
+from placement.messages.events import ResidentSlot, ShardAnswer
 from placement.roles.calls import Cause as Cause  # noqa: PLC0414  # re-exported: why a sub-call was sent
 from placement.routing import RankAddress, RoutingTable
 
@@ -245,18 +229,6 @@ class ShardReport:
     memory: ShardMemory = field(default_factory=ShardMemory)
     copies: tuple[RunningCopy, ...] = ()
     """Copies into this shard that run now, by slot."""
-
-
-ShardCommand = ReserveSlot | CopyExpert | VerifyExpert | AbortAdd | ReleaseSlot | SetRankSlots
-ShardAnswer = (
-    SlotReserved
-    | ExpertCopied
-    | ExpertVerified
-    | AddAborted
-    | SlotReleased
-    | BudgetApplied
-    | StepFailed
-)
 
 
 class ShardPort(Protocol):

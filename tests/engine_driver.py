@@ -25,6 +25,7 @@ from placement.messages.effects import (
     ReleaseSlot,
     ReserveSlot,
     SetRankSlots,
+    ShardCommand,
     Transition,
     VerifyExpert,
     WakeAt,
@@ -35,9 +36,6 @@ from placement.roles.shard import ShardSlots, Start, Work
 from placement.routing import RoutingTable
 from placement.topology import MoeSpec, Topology
 from tests.builders import make_address, make_demand, make_topology, make_window
-
-ShardCommand = ReserveSlot | CopyExpert | VerifyExpert | AbortAdd | ReleaseSlot | SetRankSlots
-
 
 WAKES_MAX = 1000
 """Times an engine of a few ranks may want to be woken during one `wait`."""

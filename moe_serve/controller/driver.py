@@ -39,15 +39,13 @@ from moe_serve.controller.journal_rows import (
 from moe_serve.controller.journal_store import JournalFull
 from moe_serve.controller.tasks import Bell
 from moe_serve.errors import FailedPrecondition, ResourceExhausted, Unavailable
-from moe_serve.ports import ShardCommand
-from placement.engine import RebalanceEngine
+from placement.engine import Durability, RebalanceEngine
 from placement.messages.codec import encode
 from placement.messages.effects import (
     Answer,
     AnyCommand,
     Effects,
     PublishTable,
-    ReleaseSlot,
     WakeAt,
 )
 from placement.messages.events import (
@@ -119,7 +117,7 @@ class Driver:
         self._bell = bell
         self._parts = parts
         self._fail_points = fail_points
-        self._snapshot_every = snapshot_every
+        self._durable = Durability(engine, snapshot_every=snapshot_every)
         self._events: asyncio.Queue[AnyEvent] = asyncio.Queue(EVENTS_MAX)
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._moving: set[int] = set()
@@ -128,12 +126,7 @@ class Driver:
         """Numbers of those that were refused before their turn came."""
         self._next_request = OWN_REQUEST + 1
         self._wake_at_s = clock.now_s()
-        self._since_snapshot = 0
-        self._told = _intent(engine)
-        self._withheld: list[Effects] = []
         self._retry_at_s = NEVER_S
-        self._releases_from_s = 0.0
-        """Before this time no slot is freed, for the table without it may have left just now."""
         self._paused_here = False
         self.problem = ""
         """Why moves stand still, "" where they do not."""
@@ -246,12 +239,12 @@ class Driver:
             self._book.epochs_published = published
             self._disk_full(error)
             return None
-        self._since_snapshot += len(effects.transitions)
+        self._durable.written(effects)
         return effects
 
     async def _write_and_execute(self, effects: Effects, at_s: float) -> None:
         rows = self._rows(self.engine, effects, at_s)
-        if self._withheld and (effects.transitions or _commands_shards(effects)):
+        if self._durable.must_wait(effects):
             self._withhold(effects)
             return
         self._fail_points.at_commit("before", effects.transitions)
@@ -265,7 +258,7 @@ class Driver:
                 if effects.transitions:
                     return
             else:
-                self._since_snapshot += len(effects.transitions)
+                self._durable.written(effects)
         self._carry_out(effects)
 
     def _carry_out(self, effects: Effects) -> None:
@@ -281,7 +274,7 @@ class Driver:
 
     def _withhold(self, effects: Effects) -> None:
         self._note_wake(effects)
-        self._withheld.append(effects)
+        self._durable.withhold(effects)
 
     def _rows(self, engine: RebalanceEngine, effects: Effects, at_s: float) -> list[Row]:
         rows = [transition_row(t) for t in effects.transitions]
@@ -289,9 +282,7 @@ class Driver:
             if isinstance(command, PublishTable):
                 self._book.epochs_published += 1
                 rows.append(epoch_row(command.table.epoch, at_s))
-        intent = _intent(engine)
-        if intent != self._told or self._since_snapshot >= self._snapshot_every:
-            self._told, self._since_snapshot = intent, 0
+        if self._durable.take_snapshot(engine):
             rows.append(snapshot_row(self._snapshot_of(engine, at_s)))
         return rows
 
@@ -310,11 +301,10 @@ class Driver:
         )
 
     def _execute(self, effects: Effects) -> None:
+        now_s = self._clock.now_s()
         for command in effects.commands:
-            if isinstance(command, WakeAt):
+            if isinstance(command, WakeAt) or not self._durable.may_leave(command, now_s):
                 continue
-            if isinstance(command, ReleaseSlot) and self._clock.now_s() < self._releases_from_s:
-                continue  # the engine asks again
             if isinstance(command, Answer):
                 waiting = self._answers.get(command.request_id)
                 if waiting is not None and not waiting.done():
@@ -332,7 +322,7 @@ class Driver:
     def _disk_full(self, error: JournalFull) -> None:
         if not self.problem:
             self.problem = f"no new moves: {error.message}"
-            self._told = ()  # whatever was to be told is told with the next commit
+            self._durable.forget_told()
             self._paused_here = not self.engine.state.paused
             if self._paused_here:
                 self._post_soon(PauseAsked(at_s=0.0, request_id=OWN_REQUEST, reason=self.problem))
@@ -362,36 +352,15 @@ class Driver:
         try:
             # One transaction with a snapshot: it holds all that the withheld transitions did.
             at_s = self._clock.now_s()
-            rows = [transition_row(t) for effects in self._withheld for t in effects.transitions]
+            withheld = self._durable.withheld
+            rows = [transition_row(t) for effects in withheld for t in effects.transitions]
             await self._journal.commit([*rows, snapshot_row(self.snapshot(at_s))])
         except JournalFull:
             self._retry_at_s = self._clock.now_s() + FULL_RETRY_S
             return
-        withheld, self._withheld = self._withheld, []
-        self._told, self._since_snapshot = _intent(self.engine), 0
         self._retry_at_s, self.problem = NEVER_S, ""
-        # The waits of removals passed while no router could hear of the table that unlists them.
-        self._releases_from_s = at_s + 2 * self.engine.config.drain_wait_s
-        for effects in withheld:
+        for effects in self._durable.all_written(self.engine, at_s):
             self._execute(effects)
         if self._paused_here:
             self._post_soon(ResumeAsked(at_s=0.0, request_id=OWN_REQUEST))
         self._bell.ring()
-
-
-def _commands_shards(effects: Effects) -> bool:
-    """Whether a shard is to be told something."""
-    return any(isinstance(command, ShardCommand) for command in effects.commands)
-
-
-def _intent(engine: RebalanceEngine) -> tuple[object, ...]:
-    """What no transition tells: a change of it is followed by a snapshot."""
-    state = engine.state
-    return (
-        state.paused,
-        None if state.run is None else state.run.plan_id,
-        *(
-            (r.status, r.incarnation, r.num_slots, r.drained_by, r.wanted_slots, r.budget_bytes)
-            for r in state.ranks
-        ),
-    )

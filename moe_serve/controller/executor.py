@@ -19,7 +19,6 @@ from moe_serve.controller.parts import PartTable, ShardPart
 from moe_serve.controller.publisher import Publisher
 from moe_serve.controller.tasks import Tasks
 from moe_serve.errors import MoeServeError, StaleTerm
-from moe_serve.ports import ShardCommand
 from placement.config import RebalanceConfig
 from placement.engine import compute_target
 from placement.messages.effects import (
@@ -30,6 +29,7 @@ from placement.messages.effects import (
     ReplaceRank,
     ReplaceRouter,
     SetRankSlots,
+    ShardCommand,
     VerifyExpert,
 )
 from placement.messages.events import AnyEvent, StepFailed

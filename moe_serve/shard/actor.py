@@ -28,13 +28,14 @@ from moe_serve.errors import (
     StaleTerm,
     Unavailable,
 )
-from moe_serve.ports import ShardAnswer, ShardCommand, ShardInfo, ShardReport
+from moe_serve.ports import ShardInfo, ShardReport
 from moe_serve.shard.assembly import Shard, open_shard
 from moe_serve.shard.executed import LedgerEntry
 from moe_serve.shard.settings import ShardSettings
 from moe_serve.wire.control_codec import decode_table
 from placement.messages.codec import decode_command, decode_event, encode
-from placement.messages.effects import AbortAdd, CopyExpert, ReleaseSlot, VerifyExpert
+from placement.messages.effects import AbortAdd, CopyExpert, ReleaseSlot, ShardCommand, VerifyExpert
+from placement.messages.events import ShardAnswer
 from placement.routing import RoutingTable
 
 CONCURRENCY_GROUPS: Final = MappingProxyType({"ctl": 4, "copy": 8, "abort": 2, "probe": 2})

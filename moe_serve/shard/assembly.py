@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moe_serve.errors import DeadlineExceeded, Unavailable
-from moe_serve.ports import ShardAnswer, ShardCommand, ShardInfo, ShardMemory, ShardReport
+from moe_serve.ports import ShardInfo, ShardMemory, ShardReport
 from moe_serve.shard.commands import ShardCommands
 from moe_serve.shard.compute.base import ComputeBackend
 from moe_serve.shard.compute.build import build_backend
@@ -39,6 +39,8 @@ from moe_serve.wire.frame import CHUNK_BYTES_MAX
 from moe_serve.wire.security import CurveKeys, ServerSecurity
 from moe_serve.wire.server import WireServer
 from moe_serve.wire.token_bucket import TokenBucket
+from placement.messages.effects import ShardCommand
+from placement.messages.events import ShardAnswer
 from placement.roles.shard import ShardSlots
 from placement.routing import RankAddress, RoutingTable
 

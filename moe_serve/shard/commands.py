@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_serve.errors import DeadlineExceeded
-from moe_serve.ports import RunningCopy, ShardAnswer, ShardCommand
+from moe_serve.ports import RunningCopy
 from moe_serve.shard.copy_job import CopyJob, CopyOutcome, CopySources
 from moe_serve.shard.core import ShardCore
 from moe_serve.shard.faults import Faults
@@ -38,10 +38,17 @@ from placement.messages.effects import (
     ReleaseSlot,
     ReserveSlot,
     SetRankSlots,
+    ShardCommand,
     VerifyExpert,
 )
-from placement.messages.events import AddAborted, BudgetApplied, SlotReserved, StepFailed
-from placement.roles.shard import Answer, SlotPhase, Start, Work
+from placement.messages.events import (
+    AddAborted,
+    BudgetApplied,
+    ShardAnswer,
+    SlotReserved,
+    StepFailed,
+)
+from placement.roles.shard import SlotPhase, Start, Work
 
 PIN_WAIT_S = 2.0
 """Longest wait of a release or abort for pins and copies to end; then it answers
@@ -92,7 +99,7 @@ class ShardCommands:
         """Slots whose bytes are being digested and probed."""
         self._rows: dict[int, Future[npt.NDArray[np.float32]]] = {}
         """Probe rows of such slots."""
-        self._waiting: dict[int, list[SimpleQueue[Answer]]] = {}
+        self._waiting: dict[int, list[SimpleQueue[ShardAnswer]]] = {}
         """Threads that wait for the answer to a step."""
         core.on_answers = self._deliver
 
@@ -112,7 +119,7 @@ class ShardCommands:
             answer = self._failed(step_id, "over_budget", f"no memory for the command: {error}")
         return msgspec.structs.replace(answer, at_s=self._core.clock())
 
-    def _carry_out(self, term: int, command: ShardCommand) -> Answer:
+    def _carry_out(self, term: int, command: ShardCommand) -> ShardAnswer:
         match command:
             case ReserveSlot():
                 return self._reserve(term, command)
@@ -146,7 +153,7 @@ class ShardCommands:
         for job in jobs:
             self._stop_copy(job)
 
-    def _reserve(self, term: int, command: ReserveSlot) -> Answer:
+    def _reserve(self, term: int, command: ReserveSlot) -> ShardAnswer:
         model = self._core.model
         if not model.holds(command.layer, command.expert):
             return self._failed(
@@ -183,7 +190,7 @@ class ShardCommands:
             return f"no memory for a slot of {self._pool.slot_bytes} bytes: {error}"
         return ""
 
-    def _copy(self, command: CopyExpert) -> Answer:
+    def _copy(self, command: CopyExpert) -> ShardAnswer:
         with self._core.lock:
             begun = self._slots.begin_copy(command)
             if not isinstance(begun, Start):
@@ -223,7 +230,7 @@ class ShardCommands:
         self._jobs[command.slot] = job
         job.start()
 
-    def _verify(self, command: VerifyExpert) -> Answer:
+    def _verify(self, command: VerifyExpert) -> ShardAnswer:
         with self._core.lock:
             begun = self._slots.begin_verify(command)
             if not isinstance(begun, Start):
@@ -284,7 +291,7 @@ class ShardCommands:
             self._verifying.discard(slot)
             self._core.lock.notify_all()
 
-    def _leave(self, term: int, command: AbortAdd | ReleaseSlot) -> Answer:
+    def _leave(self, term: int, command: AbortAdd | ReleaseSlot) -> ShardAnswer:
         with self._core.lock:
             # A slot that is being digested and probed is held by nothing the role knows of.
             free = self._core.lock.wait_for(
@@ -316,7 +323,7 @@ class ShardCommands:
         with self._core.lock:
             self._hung.append(job)
 
-    def _set_slots(self, term: int, command: SetRankSlots) -> Answer:
+    def _set_slots(self, term: int, command: SetRankSlots) -> ShardAnswer:
         with self._core.lock:
             self._core.accept_term(term)
             pool = self._pool
@@ -340,7 +347,7 @@ class ShardCommands:
         return answer
 
     # -------------------------------------------------------------------------- under the lock
-    def _deliver(self, answers: Sequence[Answer]) -> None:
+    def _deliver(self, answers: Sequence[ShardAnswer]) -> None:
         """Give back the memory of slots just freed, then wake whoever waits for these answers."""
         for slot in tuple(self._leaving):
             self._give_back(slot)
@@ -358,12 +365,14 @@ class ShardCommands:
             self._pool.release(slot)
             self._leaving.discard(slot)
 
-    def _expect(self, step_id: int) -> SimpleQueue[Answer]:
-        answers: SimpleQueue[Answer] = SimpleQueue()
+    def _expect(self, step_id: int) -> SimpleQueue[ShardAnswer]:
+        answers: SimpleQueue[ShardAnswer] = SimpleQueue()
         self._waiting.setdefault(step_id, []).append(answers)
         return answers
 
-    def _wait(self, step_id: int, answers: SimpleQueue[Answer], timeout_s: float) -> Answer:
+    def _wait(
+        self, step_id: int, answers: SimpleQueue[ShardAnswer], timeout_s: float
+    ) -> ShardAnswer:
         """Not under the lock."""
         try:
             return answers.get(timeout=timeout_s)

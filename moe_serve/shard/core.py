@@ -40,7 +40,8 @@ from moe_serve.shard.stall import Stall
 from moe_serve.shard.sub_call_checks import check_sub_call
 from moe_serve.shard.task_queue import TaskQueue
 from moe_serve.shard.work_queue import BacklogEstimate, QueueLimits, ReplyTo, Work, WorkQueue
-from placement.roles.shard import Answer, ShardSlots, TermRefused
+from placement.messages.events import ShardAnswer
+from placement.roles.shard import ShardSlots, TermRefused
 from placement.routing import RoutingTable
 
 PROBES_WITHOUT_MEMORY_MAX = 3
@@ -78,7 +79,7 @@ class ShardCore:
         self.keys: npt.NDArray[np.int32] = np.full(slots.ledger.num_slots, -1, np.int32)
         """Key (layer * num_experts + expert) of each slot's newest fill. Meaningful where the tag
         matches."""
-        self.on_answers: Callable[[Sequence[Answer]], None] = lambda _answers: None
+        self.on_answers: Callable[[Sequence[ShardAnswer]], None] = lambda _answers: None
         """Takes, under the lock, answers to commands that had waited for pins."""
         self._limits = limits or QueueLimits()
         self._queue = WorkQueue(self._limits)

@@ -5,8 +5,9 @@ Responsible for deciding when to plan and for running plans safely. Does no I/O,
 never plans itself: `compute_target` does, wherever the driver lets it.
 """
 
+from placement.engine.durable import Durability
 from placement.engine.engine import RebalanceEngine
 from placement.engine.state import EngineSnapshot, EngineState
 from placement.engine.target import compute_target
 
-__all__ = ["EngineSnapshot", "EngineState", "RebalanceEngine", "compute_target"]
+__all__ = ["Durability", "EngineSnapshot", "EngineState", "RebalanceEngine", "compute_target"]

@@ -175,19 +175,10 @@ class Answer(Command, frozen=True, kw_only=True, tag=True, eq=False):
     missing_bytes: int = 0
 
 
+ShardCommand = ReserveSlot | CopyExpert | VerifyExpert | AbortAdd | ReleaseSlot | SetRankSlots
+"""What a shard obeys."""
 AnyCommand = (
-    ComputeTarget
-    | ReserveSlot
-    | CopyExpert
-    | VerifyExpert
-    | AbortAdd
-    | PublishTable
-    | ReleaseSlot
-    | SetRankSlots
-    | ReplaceRank
-    | ReplaceRouter
-    | WakeAt
-    | Answer
+    ComputeTarget | ShardCommand | PublishTable | ReplaceRank | ReplaceRouter | WakeAt | Answer
 )
 
 

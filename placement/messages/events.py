@@ -245,6 +245,16 @@ class ApplyAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
     plan_id: str
 
 
+ShardAnswer = (
+    SlotReserved
+    | ExpertCopied
+    | ExpertVerified
+    | AddAborted
+    | SlotReleased
+    | BudgetApplied
+    | StepFailed
+)
+"""How a shard answers a command."""
 AnyEvent = (
     RankJoined
     | RankSuspected

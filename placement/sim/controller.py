@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
-from placement.engine import EngineSnapshot, RebalanceEngine, compute_target
+from placement.engine import Durability, EngineSnapshot, RebalanceEngine, compute_target
 from placement.load import LoadFolder
 from placement.messages import events as ev
 from placement.messages.effects import (
@@ -22,7 +22,6 @@ from placement.messages.effects import (
     ComputeTarget,
     Effects,
     PublishTable,
-    ReleaseSlot,
     ReplaceRank,
     ReplaceRouter,
     WakeAt,
@@ -42,7 +41,6 @@ from placement.routing import RoutingTable
 from placement.sim.journal import JournalFull, JournalOwned, Record, SimJournal
 from placement.sim.liaison import Liaison
 from placement.sim.network import Part
-from placement.sim.shard import ShardCommand
 from placement.sim.stage import Stage
 
 FULL_RETRY_S = 0.5
@@ -120,11 +118,8 @@ class SimController(Part):
         self._on_end = on_end
         self._on_step = on_step
         self._stepping = False
-        self._releases_from_s = 0.0
         self._wake_at_s = -1.0
-        self._since_snapshot = 0
-        self._told = _intent(engine)
-        self._withheld: list[Effects] = []
+        self._durable = Durability(engine, snapshot_every=SNAPSHOT_EVERY)
         self._paused_here = False
         self._plan: tuple[str, str] | None = None
         history = engine.state.history.windows
@@ -191,9 +186,8 @@ class SimController(Part):
         for command in effects.commands:
             if isinstance(command, WakeAt):
                 self._wake(command.at_s)
-        if self._withheld and (effects.transitions or _commands_shards(effects)):
-            # What is to be done to a shard follows from what could not be written yet.
-            self._withheld.append(effects)
+        if self._durable.must_wait(effects):
+            self._durable.withhold(effects)
             return
         dies_at = self.dies_at if effects.transitions else DiesAt.NOWHERE
         if dies_at is DiesAt.BEFORE_WRITE:
@@ -220,17 +214,14 @@ class SimController(Part):
     def _write(self, effects: Effects, *, torn: bool) -> None:
         """Commit what must be remembered: transitions, epochs, and a snapshot where an intention
         changed."""
-        intent = _intent(self.engine)
-        changed = intent != self._told or self._since_snapshot >= SNAPSHOT_EVERY
+        changed = self._durable.take_snapshot(self.engine)
         publishes = any(isinstance(c, PublishTable) for c in effects.commands)
         if not (effects.transitions or changed or publishes):
             return
         snapshot = self.engine.snapshot() if changed else None
         record = Record(effects.transitions, snapshot)
         self.journal.write(self.term, record, self.engine.state.epoch, torn=torn)
-        if changed:
-            self._told, self._since_snapshot = intent, 0
-        self._since_snapshot += len(effects.transitions)
+        self._durable.written(effects)
         if not torn:
             self._note_written(effects)
 
@@ -253,11 +244,11 @@ class SimController(Part):
             )
 
     def _execute(self, effects: Effects, *, only_first: bool = False) -> None:
-        early = self.clock.now_s < self._releases_from_s
+        now_s = self.clock.now_s
         commands = [
             c
             for c in effects.commands
-            if not isinstance(c, WakeAt) and not (early and isinstance(c, ReleaseSlot))
+            if not isinstance(c, WakeAt) and self._durable.may_leave(c, now_s)
         ]
         for command in commands[: 1 if only_first else None]:
             self._carry_out(command)
@@ -330,18 +321,18 @@ class SimController(Part):
 
     def _disk_full(self, effects: Effects) -> None:
         """New moves stop; what must be remembered waits until it is."""
-        if not self._withheld and not self._paused_here:
-            self._told = ()
+        if not self._durable.withheld and not self._paused_here:
+            self._durable.forget_told()
             if not self.engine.state.paused:
                 self._paused_here = True
                 pause = ev.PauseAsked(at_s=0.0, request_id=OWN_REQUEST, reason="the disk is full")
                 self.after(0.0, lambda: self.feed(pause))
             self.after(FULL_RETRY_S, self._write_withheld)
         if effects.transitions:
-            self._withheld.append(effects)
+            self._durable.withhold(effects)
 
     def _write_withheld(self) -> None:
-        withheld = self._withheld
+        withheld = self._durable.withheld
         waiting = tuple(t for effects in withheld for t in effects.transitions)
         try:
             record = Record(waiting, self.engine.snapshot())
@@ -353,12 +344,7 @@ class SimController(Part):
         except JournalFull:
             self.after(FULL_RETRY_S, self._write_withheld)
             return
-        self._withheld = []
-        self._told, self._since_snapshot = _intent(self.engine), 0
-        # The waits of these removals have passed while routers could not hear of the table that
-        # unlists them. The engine asks again.
-        self._releases_from_s = self.clock.now_s + 2 * self.stage.config.drain_wait_s
-        for effects in withheld:
+        for effects in self._durable.all_written(self.engine, self.clock.now_s):
             self._note_written(effects)
             self._execute(effects)
             if not self.alive:
@@ -416,20 +402,3 @@ class SimController(Part):
 
 def _granted(effects: Effects) -> bool:
     return any(isinstance(c, Answer) and c.code == "ok" for c in effects.commands)
-
-
-def _commands_shards(effects: Effects) -> bool:
-    return any(isinstance(command, ShardCommand) for command in effects.commands)
-
-
-def _intent(engine: RebalanceEngine) -> tuple[object, ...]:
-    """What no transition tells: a change of it is followed by a snapshot."""
-    state = engine.state
-    return (
-        state.paused,
-        None if state.run is None else state.run.plan_id,
-        *(
-            (r.status, r.incarnation, r.num_slots, r.drained_by, r.wanted_slots, r.budget_bytes)
-            for r in state.ranks
-        ),
-    )

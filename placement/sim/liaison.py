@@ -19,15 +19,17 @@ from placement.messages.effects import (
     CopyExpert,
     ReleaseSlot,
     SetRankSlots,
+    ShardCommand,
     VerifyExpert,
 )
+from placement.messages.events import ShardAnswer
 from placement.messages.history import RouterHeard
-from placement.roles.shard import Answer, TermRefused
+from placement.roles.shard import TermRefused
 from placement.routing import RankAddress, RoutingTable
 from placement.sim.demand import RouterReport
 from placement.sim.network import Part
 from placement.sim.router import SimRouter
-from placement.sim.shard import ShardCommand, SimShard
+from placement.sim.shard import SimShard
 
 if TYPE_CHECKING:
     from placement.sim.controller import SimController
@@ -210,7 +212,7 @@ class Liaison:
                 known.line.waits = False
                 self._pump(known)
 
-        def done(reply: Answer | TermRefused) -> None:
+        def done(reply: ShardAnswer | TermRefused) -> None:
             if isinstance(reply, TermRefused):
                 self._boss.fenced()
                 return
@@ -222,7 +224,7 @@ class Liaison:
             self._failed(command, "no answer")
             next_one()
 
-        def work(reply: Callable[[Answer | TermRefused], None]) -> None:
+        def work(reply: Callable[[ShardAnswer | TermRefused], None]) -> None:
             shard.execute(self._boss.term, command, reply)
 
         self._call(shard, work, done, failed, limit_s)

@@ -19,9 +19,10 @@ from placement.messages.effects import (
     ReleaseSlot,
     ReserveSlot,
     SetRankSlots,
+    ShardCommand,
     VerifyExpert,
 )
-from placement.messages.events import BudgetApplied, SlotReserved, StepFailed
+from placement.messages.events import BudgetApplied, ShardAnswer, SlotReserved, StepFailed
 from placement.messages.history import (
     CommandTaken,
     MemoryUsed,
@@ -30,15 +31,14 @@ from placement.messages.history import (
     TableInstalled,
     TermRefused,
 )
-from placement.roles.shard import Answer, ShardSlots, SlotPhase, Start, Work
+from placement.roles.shard import ShardSlots, SlotPhase, Start, Work
 from placement.roles.shard import TermRefused as OldTerm
 from placement.routing import RoutingTable
 from placement.sim.compute import Compute
 from placement.sim.network import Part
 from placement.sim.stage import Stage
 
-ShardCommand = ReserveSlot | CopyExpert | VerifyExpert | AbortAdd | ReleaseSlot | SetRankSlots
-Reply = Callable[[Answer | OldTerm], None]
+Reply = Callable[[ShardAnswer | OldTerm], None]
 CHECKPOINT = -1
 """Source rank of a copy that is read from the checkpoint."""
 
@@ -97,7 +97,7 @@ class SimShard(Part):
         self.stage = stage
         self.compute = Compute(self)
         self._jobs: dict[int, _Job] = {}
-        self._waiting: dict[int, list[Callable[[Answer], None]]] = {}
+        self._waiting: dict[int, list[Callable[[ShardAnswer], None]]] = {}
 
     @property
     def ledger_bytes(self) -> tuple[int, int, int]:
@@ -143,12 +143,12 @@ class SimShard(Part):
         self.stage.coverage.refused("shard.term")
         self.stage.note(TermRefused, self.who, term=term, seen=refused.term)
 
-    def _counted(self, answer: Answer) -> Answer:
+    def _counted(self, answer: ShardAnswer) -> ShardAnswer:
         if isinstance(answer, StepFailed):
             self.stage.coverage.refused(f"step.{answer.code}")
         return answer
 
-    def _execute(self, command: ShardCommand) -> Answer | Start:
+    def _execute(self, command: ShardCommand) -> ShardAnswer | Start:
         match command:
             case ReserveSlot():
                 return self._reserve(command)
@@ -163,7 +163,7 @@ class SimShard(Part):
             case SetRankSlots():
                 return self.slots.resize(command)
 
-    def _reserve(self, command: ReserveSlot) -> Answer:
+    def _reserve(self, command: ReserveSlot) -> ShardAnswer:
         if self.trouble.no_memory and command.slot not in self.cells:
             return StepFailed(
                 at_s=0.0, step_id=command.step_id, code="over_budget", detail="out of memory"
@@ -181,7 +181,7 @@ class SimShard(Part):
         step_id = command.step_id
         waiting = self._waiting.setdefault(step_id, [])
 
-        def answered(answer: Answer) -> None:
+        def answered(answer: ShardAnswer) -> None:
             timer.cancel()
             reply(answer)
 
@@ -210,7 +210,7 @@ class SimShard(Part):
             hop_s = self.stage.dice.around(self.stage.delays.network_s)
             self.after(hop_s, lambda: self._stopped(start.slot, start.tag))
 
-    def deliver(self, answers: Sequence[Answer]) -> None:
+    def deliver(self, answers: Sequence[ShardAnswer]) -> None:
         """Answers that became ready: to whoever waits for them."""
         self._after_change()
         for answer in answers:

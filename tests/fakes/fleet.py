@@ -14,15 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from moe_serve.errors import StaleTerm, StartRefused, Unavailable
-from moe_serve.ports import (
-    NodeInfo,
-    RouterInfo,
-    RouterReport,
-    ShardAnswer,
-    ShardCommand,
-    ShardInfo,
-    ShardReport,
-)
+from moe_serve.ports import NodeInfo, RouterInfo, RouterReport, ShardInfo, ShardReport
 from placement.load import DemandReport, HotnessReport
 from placement.messages.effects import (
     AbortAdd,
@@ -30,9 +22,11 @@ from placement.messages.effects import (
     ReleaseSlot,
     ReserveSlot,
     SetRankSlots,
+    ShardCommand,
     VerifyExpert,
 )
-from placement.roles.shard import Answer, ShardSlots, Start, TermRefused, Work
+from placement.messages.events import ShardAnswer
+from placement.roles.shard import ShardSlots, Start, TermRefused, Work
 from placement.routing import RankAddress, RoutingTable
 from placement.topology import MoeSpec
 
@@ -191,7 +185,7 @@ class FakeShardPort:
         self._bytes[begun.slot] = data
         self._deliver(self.slots.copied(begun.slot, begun.tag, len(data), self.cluster.copy_s))
 
-    async def _answer(self, step_id: int, begun: Answer | Start) -> ShardAnswer:
+    async def _answer(self, step_id: int, begun: ShardAnswer | Start) -> ShardAnswer:
         if not isinstance(begun, Start):
             return begun
         ready = self._waiting.setdefault(step_id, asyncio.get_running_loop().create_future())

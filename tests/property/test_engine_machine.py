@@ -21,6 +21,7 @@ from placement.messages.effects import (
     ComputeTarget,
     PublishTable,
     ReleaseSlot,
+    ShardCommand,
     WakeAt,
 )
 from placement.messages.history import (
@@ -37,7 +38,7 @@ from placement.messages.history import (
 from placement.roles.shard import SlotPhase
 from placement.sim.checks import Coverage, Memory, ReleaseLast, TableOrder
 from tests.builders import make_spec, make_topology
-from tests.engine_driver import EngineDriver, ShardCommand
+from tests.engine_driver import EngineDriver
 
 NUM_RANKS = 3
 NUM_EXPERTS = 4

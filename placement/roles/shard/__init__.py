@@ -2,6 +2,6 @@
 
 from placement.roles.shard.commands import ShardSlots
 from placement.roles.shard.ledger import SlotLedger
-from placement.roles.shard.records import Answer, SlotPhase, Start, TermRefused, Work
+from placement.roles.shard.records import SlotPhase, Start, TermRefused, Work
 
-__all__ = ["Answer", "ShardSlots", "SlotLedger", "SlotPhase", "Start", "TermRefused", "Work"]
+__all__ = ["ShardSlots", "SlotLedger", "SlotPhase", "Start", "TermRefused", "Work"]

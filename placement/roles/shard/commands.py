@@ -34,12 +34,13 @@ from placement.messages.events import (
     ExpertCopied,
     ExpertVerified,
     ResidentSlot,
+    ShardAnswer,
     SlotReleased,
     SlotReserved,
     StepFailed,
 )
 from placement.roles.shard.ledger import SlotLedger
-from placement.roles.shard.records import Answer, Slot, SlotPhase, Start, TermRefused, Work
+from placement.roles.shard.records import Slot, SlotPhase, Start, TermRefused, Work
 from placement.routing import RoutingTable
 
 
@@ -82,7 +83,7 @@ class ShardSlots:
             self.table = table
         return self.table.epoch
 
-    def reserve(self, command: ReserveSlot) -> Answer:
+    def reserve(self, command: ReserveSlot) -> ShardAnswer:
         """Claim an empty slot and give it its tag; the same tag when asked again."""
         refused = self._refusal(command.step_id, command.incarnation)
         if refused is not None:
@@ -119,7 +120,7 @@ class ShardSlots:
             at_s=0.0, step_id=command.step_id, slot_tag=self.ledger.slots[command.slot].tag
         )
 
-    def begin_copy(self, command: CopyExpert) -> Answer | Start:
+    def begin_copy(self, command: CopyExpert) -> ShardAnswer | Start:
         """Start(COPY) the first time, Start(WAIT) while it runs, the answer once it is done."""
         refused = self._refusal(command.step_id, command.incarnation)
         if refused is not None:
@@ -141,7 +142,7 @@ class ShardSlots:
             )
         return self._failed(command.step_id, "no_slot", f"slot {command.slot} is {slot.phase}")
 
-    def copied(self, slot_id: int, tag: int, copy_bytes: int, seconds: float) -> list[Answer]:
+    def copied(self, slot_id: int, tag: int, copy_bytes: int, seconds: float) -> list[ShardAnswer]:
         """All bytes are there. Nothing where the add was aborted meanwhile (the slot is then
         freed)."""
         slot = self.ledger.slots[slot_id]
@@ -156,7 +157,7 @@ class ShardSlots:
         self.ledger.try_free(slot_id)
         return self.ledger.take_ready()
 
-    def copy_failed(self, slot_id: int, tag: int, code: str, detail: str) -> list[Answer]:
+    def copy_failed(self, slot_id: int, tag: int, code: str, detail: str) -> list[ShardAnswer]:
         """The bytes did not come. The slot stays claimed until the add is aborted or tried
         again."""
         slot = self.ledger.slots[slot_id]
@@ -168,11 +169,11 @@ class ShardSlots:
         self.ledger.try_free(slot_id)
         return self.ledger.take_ready()
 
-    def copy_stopped(self, slot_id: int, tag: int) -> list[Answer]:
+    def copy_stopped(self, slot_id: int, tag: int) -> list[ShardAnswer]:
         """A copy that was to stop has stopped."""
         return self.copy_failed(slot_id, tag, "timeout", "the copy was stopped")
 
-    def begin_verify(self, command: VerifyExpert) -> Answer | Start:
+    def begin_verify(self, command: VerifyExpert) -> ShardAnswer | Start:
         """Start(VERIFY) for a filled slot. Asked by a remove's step id it recalls that removal: the
         slot is kept."""
         refused = self._refusal(command.step_id, command.incarnation, but="recalled")
@@ -194,7 +195,7 @@ class ShardSlots:
             return ExpertVerified(at_s=0.0, step_id=command.step_id)
         return self._failed(command.step_id, "no_slot", f"slot {command.slot} is {slot.phase}")
 
-    def _recall(self, command: VerifyExpert, slot: Slot) -> Answer:
+    def _recall(self, command: VerifyExpert, slot: Slot) -> ShardAnswer:
         if slot.phase is SlotPhase.RELEASING:
             self.ledger.ready.append(
                 self._failed(slot.leaving_step, "recalled", "the removal was taken back")
@@ -205,7 +206,7 @@ class ShardSlots:
         self.ledger.end(command.step_id, "recalled")
         return ExpertVerified(at_s=0.0, step_id=command.step_id)
 
-    def verified(self, slot_id: int, tag: int, problem: str = "") -> list[Answer]:
+    def verified(self, slot_id: int, tag: int, problem: str = "") -> list[ShardAnswer]:
         """The proof of a filled slot: from now on served, or (with a problem) still only
         claimed."""
         slot = self.ledger.slots[slot_id]
@@ -217,7 +218,7 @@ class ShardSlots:
         self.ledger.tags[slot_id] = tag
         return [ExpertVerified(at_s=0.0, step_id=slot.step_id)]
 
-    def abort(self, command: AbortAdd) -> Answer | Start:
+    def abort(self, command: AbortAdd) -> ShardAnswer | Start:
         """Give the slot back; Start(STOP_COPY) while bytes are being written, Start(WAIT) while it
         is pinned."""
         if self.ledger.ended.get(command.step_id) == "aborted":
@@ -248,7 +249,7 @@ class ShardSlots:
             return AddAborted(at_s=0.0, step_id=command.step_id)
         return Start(Work.STOP_COPY if was_copying else Work.WAIT, index, tag, command.step_id)
 
-    def release(self, command: ReleaseSlot) -> Answer | Start:
+    def release(self, command: ReleaseSlot) -> ShardAnswer | Start:
         """Free the slot, whatever fill it holds; Start while a batch or a copy pins it or it is
         written."""
         ended = self.ledger.ended.get(command.step_id)
@@ -277,7 +278,7 @@ class ShardSlots:
         work = Work.STOP_COPY if was_copying else Work.WAIT
         return Start(work, command.slot, tag, command.step_id)
 
-    def resize(self, command: SetRankSlots) -> Answer:
+    def resize(self, command: SetRankSlots) -> ShardAnswer:
         """Take the budget. Slots above a smaller one must be empty. StepFailed (step id -1)
         otherwise."""
         if command.incarnation != self.incarnation:
@@ -306,7 +307,7 @@ class ShardSlots:
         """Refuse new reservations and new batches from now on."""
         self.draining = True
 
-    def _refusal(self, step_id: int, incarnation: int, but: str = "") -> Answer | None:
+    def _refusal(self, step_id: int, incarnation: int, but: str = "") -> ShardAnswer | None:
         if incarnation != self.incarnation:
             return self._wrong_life(step_id, incarnation)
         ended = self.ledger.ended.get(step_id)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from placement.messages.events import AddAborted, ResidentSlot, SlotReleased
+from placement.messages.events import AddAborted, ResidentSlot, ShardAnswer, SlotReleased
 from placement.roles.kernels import match_tags
-from placement.roles.shard.records import Answer, Slot, SlotPhase
+from placement.roles.shard.records import Slot, SlotPhase
 
 REMEMBERED_STEPS = 65_536
 """Ended steps whose ids are kept, so that a late or repeated command is known. Oldest forgotten
@@ -32,7 +32,7 @@ class SlotLedger:
         self.slots = [Slot() for _ in range(num_slots)]
         self.tags: npt.NDArray[np.int64] = np.full(num_slots, -1, dtype=np.int64)
         self.ended: OrderedDict[int, str] = OrderedDict()
-        self.ready: list[Answer] = []
+        self.ready: list[ShardAnswer] = []
 
     def resize(self, num_slots: int, budget_bytes: int) -> None:
         """Take a budget; slots above a smaller one are empty by now."""
@@ -109,7 +109,7 @@ class SlotLedger:
             assert slot.phase is served, f"slot {index} is not served"
             slot.batch_pins += 1
 
-    def unpin(self, slots: npt.NDArray[np.integer[Any]]) -> list[Answer]:
+    def unpin(self, slots: npt.NDArray[np.integer[Any]]) -> list[ShardAnswer]:
         """The batch's reply is built. Answers that had waited for it."""
         served = SlotPhase.VERIFIED
         for index in slots.tolist():
@@ -131,14 +131,14 @@ class SlotLedger:
         found.copy_pins += 1
         return True
 
-    def unpin_copy(self, slot: int) -> list[Answer]:
+    def unpin_copy(self, slot: int) -> list[ShardAnswer]:
         """The copy from the slot ended or passed its deadline."""
         assert self.slots[slot].copy_pins > 0, f"slot {slot} is not copied from"
         self.slots[slot].copy_pins -= 1
         self.try_free(slot)
         return self.take_ready()
 
-    def take_ready(self) -> list[Answer]:
+    def take_ready(self) -> list[ShardAnswer]:
         """Answers that became ready since the last call."""
         ready, self.ready = self.ready, []
         return ready

@@ -6,26 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from placement.messages.events import (
-    AddAborted,
-    BudgetApplied,
-    ExpertCopied,
-    ExpertVerified,
-    SlotReleased,
-    SlotReserved,
-    StepFailed,
-)
-
-Answer = (
-    SlotReserved
-    | ExpertCopied
-    | ExpertVerified
-    | AddAborted
-    | SlotReleased
-    | BudgetApplied
-    | StepFailed
-)
-
 
 class SlotPhase(StrEnum):
     """Where a slot stands; see the module's text."""

@@ -11,9 +11,8 @@ import pytest
 from moe_serve.controller import service
 from moe_serve.controller.adoption import adopt, fence
 from moe_serve.errors import StaleTerm
-from moe_serve.ports import ShardAnswer, ShardCommand
-from placement.messages.effects import ReleaseSlot
-from placement.messages.events import BudgetAsked, ResidentSlot, SlotReleased
+from placement.messages.effects import ReleaseSlot, ShardCommand
+from placement.messages.events import BudgetAsked, ResidentSlot, ShardAnswer, SlotReleased
 from placement.routing import RoutingTable
 from tests.fakes.controller import controller, make_cluster, make_settings, shards, until
 from tests.fakes.fleet import FakeFleet, FakeRouterPort, FakeShardPort

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from moe_serve.controller.journal_rows import Row, RowKind, image_of
-from moe_serve.ports import ShardCommand
 from placement.messages.effects import (
     AbortAdd,
     CopyExpert,
     ReleaseSlot,
     ReserveSlot,
+    ShardCommand,
     VerifyExpert,
 )
 from placement.migration import AddState, RemoveState

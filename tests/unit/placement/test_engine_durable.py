@@ -1,0 +1,80 @@
+"""When a snapshot is due, and what waits while the journal takes nothing."""
+
+from placement.engine import Durability
+from placement.messages import events as ev
+from placement.messages.effects import Effects, PublishTable, ReleaseSlot
+from tests.engine_driver import two_ranks
+
+
+def moving(driver):
+    """Effects with transitions and a command to a shard, and a release and a table among them."""
+    seen = []
+    step = driver.engine.step
+
+    def kept(event):
+        seen.append(step(event))
+        return seen[-1]
+
+    driver.engine.step = kept
+    driver.close_window({driver.keys()[0][0]: 5000.0, driver.keys()[0][1]: 5000.0})
+    driver.wait(30.0)
+    driver.engine.step = step
+    return seen
+
+
+def test_a_snapshot_is_due_once_for_what_no_transition_tells():
+    driver = two_ranks(slots=3)
+    durable = Durability(driver.engine, snapshot_every=1000)
+    assert not durable.take_snapshot(driver.engine)
+    driver.feed(ev.PauseAsked(at_s=0.0, request_id=7, reason="look"))
+    assert durable.take_snapshot(driver.engine)
+    assert not durable.take_snapshot(driver.engine)
+    durable.forget_told()
+    assert durable.take_snapshot(driver.engine)
+
+
+def test_a_snapshot_is_due_after_so_many_transitions():
+    driver = two_ranks(slots=3)
+    moved = next(e for e in moving(driver) if e.transitions)
+    durable = Durability(driver.engine, snapshot_every=2 * len(moved.transitions))
+    durable.written(moved)
+    assert not durable.take_snapshot(driver.engine)
+    durable.written(moved)
+    assert durable.take_snapshot(driver.engine)
+    assert not durable.take_snapshot(driver.engine)
+
+
+def test_nothing_for_a_shard_passes_what_waits_and_a_table_does():
+    driver = two_ranks(slots=3)
+    seen = moving(driver)
+    durable = Durability(driver.engine, snapshot_every=1000)
+    first = next(e for e in seen if e.transitions)
+    release = next(c for e in seen for c in e.commands if isinstance(c, ReleaseSlot))
+    table = next(c for e in seen for c in e.commands if isinstance(c, PublishTable))
+    assert not durable.must_wait(first), "nothing waits yet"
+    durable.withhold(first)
+    assert durable.must_wait(first)
+    assert durable.must_wait(Effects(commands=(release,)))
+    assert not durable.must_wait(Effects(commands=(table,)))
+    later = Effects(commands=(release,))
+    durable.withhold(later)
+    assert durable.withheld == (first, later)
+    assert durable.all_written(driver.engine, 50.0) == (first, later)
+    assert durable.withheld == ()
+    assert not durable.must_wait(first)
+    assert not durable.take_snapshot(driver.engine), "all_written stands for one"
+
+
+def test_releases_come_late_once_there_is_room_again():
+    driver = two_ranks(slots=3)
+    seen = moving(driver)
+    release = next(c for e in seen for c in e.commands if isinstance(c, ReleaseSlot))
+    table = next(c for e in seen for c in e.commands if isinstance(c, PublishTable))
+    durable = Durability(driver.engine, snapshot_every=1000)
+    assert durable.may_leave(release, 0.0)
+    durable.all_written(driver.engine, 50.0)
+    over_s = 50.0 + 2 * driver.config.drain_wait_s
+    assert not durable.may_leave(release, 50.0)
+    assert not durable.may_leave(release, over_s - 0.01)
+    assert durable.may_leave(release, over_s)
+    assert durable.may_leave(table, 50.0)
