@@ -9,13 +9,16 @@ KERNEL_SOURCES := $(shell find placement moe_serve -name '*kernels*.py') placeme
 FIRST_SEED ?= 0
 SEEDS ?= 200
 INPUTS ?= 1000000
+MINUTES ?= 60
+SEED ?= 0
+OUT ?=
 TARGET ?=
 ONLY ?=
 JOBS ?=
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint fmt types cover proto docs sim planted fuzz chaos reference picture bench peers bench-placement test-adapters clean
+.PHONY: help setup demo test test-all lint fmt types cover proto docs sim planted fuzz chaos soak reference picture bench bench-moves peers bench-placement test-adapters clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -80,6 +83,9 @@ fuzz: setup  ## feed every decoder bytes: make fuzz INPUTS=1000000 TARGET=wire_f
 chaos: setup  ## kill, pause and partition parts of a running service
 	$(PYTEST) tests/chaos
 
+soak: setup  ## random faults under load: make soak MINUTES=60 SEED=0 OUT=results.json
+	$(BIN)/python -m tests.soak.run --minutes $(MINUTES) --seed $(SEED) $(addprefix --out ,$(OUT))
+
 reference: setup  ## regenerate docs/reference from the code
 	$(BIN)/python -m docs.make_reference
 
@@ -89,6 +95,9 @@ picture: setup  ## make README's picture of the page from a run of the demo
 bench: setup  ## ratios of the data path and of the compute backends
 	$(BIN)/python -m benchmarks.dataplane
 	$(BIN)/python -m benchmarks.compute
+
+bench-moves: setup  ## what moving experts costs callers; a million contributions audited; ten minutes
+	$(BIN)/python -m benchmarks.migrating
 
 peers: $(STAMP)  ## fetch the published planners' files into .peers/ (unpacked, never committed)
 	$(BIN)/python -m benchmarks.placement_fetch

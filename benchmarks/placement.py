@@ -24,8 +24,6 @@ from benchmarks.environment import ROOT, Environment, record, use_one_thread
 if TYPE_CHECKING:
     from benchmarks.placement_runs import Row, Variant
 
-MADE_UP_SEEDS: Final = 3
-"""Most seeds of simulated cases: a plan of 58 x 256 is large, and their spread is small."""
 CURVE_CASES: Final = ("deepseek8", "deepseek16", "gptoss8")
 CURVE_ORDERS: Final = ("mixed", "blocks")
 """Where ours runs at every budget; elsewhere at the table's only."""
@@ -147,7 +145,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
     jobs = []
     # Seed by seed, recorded before made-up: a run that is stopped has few seeds, not few cases.
     for made_up in (False, True):
-        for seed in options.seeds[: MADE_UP_SEEDS if made_up else None]:
+        for seed in options.seeds:
             for case in cases:
                 if made_up != (not case.file):
                     continue

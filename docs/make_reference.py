@@ -247,6 +247,11 @@ def _about(info: ParameterInfo, parameter: inspect.Parameter) -> str:
     return " ".join(parts)
 
 
+def _word_of(callback: Callable[..., Any]) -> str:
+    """The command as it is typed."""
+    return callback.__name__.replace("_", "-")
+
+
 def _usage(callback: Callable[..., Any]) -> str:
     hints = get_type_hints(callback, include_extras=True)
     arguments = [
@@ -255,7 +260,7 @@ def _usage(callback: Callable[..., Any]) -> str:
         for info in getattr(hints[name], "__metadata__", ())
         if isinstance(info, ArgumentInfo)
     ]
-    return " ".join(["moe-serve", callback.__name__, "[OPTIONS]", *arguments])
+    return " ".join(["moe-serve", _word_of(callback), "[OPTIONS]", *arguments])
 
 
 def cli_page() -> str:
@@ -290,7 +295,7 @@ def cli_page() -> str:
     for command in app.registered_commands:
         callback = command.callback
         assert callback is not None
-        lines += [f"## {callback.__name__}", "", f"`{_usage(callback)}`", ""]
+        lines += [f"## {_word_of(callback)}", "", f"`{_usage(callback)}`", ""]
         lines += [inspect.cleandoc(callback.__doc__ or ""), ""]
         lines += ["| Option | Meaning |", "|---|---|", *_options(callback), ""]
     return "\n".join(lines)

@@ -170,6 +170,11 @@ class ShardInfo:
     highest_term: int
     highest_epoch: int
     resident: tuple[ResidentSlot, ...]
+    group: int = -1
+    only_node: str = ""
+    """Both as in RankPlace."""
+    weights_version: str = ""
+    """Of the weights it holds; "" = not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +211,12 @@ class ShardMemory:
     """Of the shard's process in memory."""
     host_cache_bytes: int = 0
     """Of the node's cache, which all shards of the node share, when this one added to it last."""
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the free places that the largest run of them does not hold: 0 where all are in
+        one piece or there are none, towards 1 the more they are scattered."""
+        return 1.0 - self.largest_free_run_bytes / self.free_bytes if self.free_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,10 +349,26 @@ class NodeInfo:
     draining_deadline_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where an added rank's shard belongs. The default is a rank that the service file names."""
+
+    group: int = -1
+    """Group of the service file that it is made from; -1 = the one that its number lies in."""
+    only_node: str = ""
+    """The only node it may run on, "" = any that the group allows."""
+
+
+FILE_PLACE: Final = RankPlace()
+"""Of every rank that the service file names."""
+
+
 class Fleet(Protocol):
     """Creates, finds and ends parts. Names are journalled by the caller before creation."""
 
-    async def create_shard(self, name: str, rank: int, incarnation: int) -> ShardPort:
+    async def create_shard(
+        self, name: str, rank: int, incarnation: int, place: RankPlace = FILE_PLACE
+    ) -> ShardPort:
         """Start a shard actor for the rank and wait until it answers. Raises StartRefused,
         Unavailable."""
         ...

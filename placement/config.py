@@ -74,3 +74,6 @@ class RebalanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """A router without an answer for this long leaves the acknowledging set."""
     rank_silence_s: Seconds = 5.0
     """A suspected rank without an answer for this long is lost."""
+    retry_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] = 5.0
+    """Wait before what failed whole, or was not answered, is tried again: a repair or drain whose
+    plan moved nothing, a budget. A change of ranks ends the wait at once."""

@@ -297,6 +297,16 @@ class LoadFolder:
         self._heard: set[str] = set()
         self._queued.clear()
 
+    def hold_ranks(self, num_ranks: int) -> None:
+        """Count for so many ranks from now on, in the open window too. Never for fewer than before:
+        a rank that has left keeps its number."""
+        more = num_ranks - self._shape.num_ranks
+        if more <= 0:
+            return
+        self._shape = self._shape._replace(num_ranks=num_ranks)
+        self._rank_pairs = np.pad(self._rank_pairs, ((0, more), (0, 0)))
+        self._rank_busy_s = np.pad(self._rank_busy_s, ((0, more), (0, 0)))
+
     def _waiting(self) -> Counts:
         shape = self._shape
         queued: Counts = np.zeros((NUM_PHASES, shape.num_layers, shape.num_experts), dtype=np.int64)

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from moe_serve.bootstrap.drill import NO_DRILL, Drill
 from moe_serve.bootstrap.local_ray import LocalRay, ensure_auth, start_local_ray, stop_local_ray
 from moe_serve.bootstrap.service import Deployed, connected, deploy, undeploy
 from moe_serve.cli.admin import AdminTarget, GrpcAdmin
@@ -24,7 +25,7 @@ from moe_serve.errors import MoeServeError
 from moe_serve.rpc import placement_pb2 as pb
 
 NODES = ({"moe.node": "a"}, {"moe.node": "b"})
-NODES_WAIT_S = 90.0
+NODES_WAIT_S = 240.0
 READY_WAIT_S = 150.0
 POLL_S = 0.1
 
@@ -76,8 +77,11 @@ def service_config(
     rebalance: Mapping[str, Any] | None = None,
     limits: Mapping[str, Any] | None = None,
     routers: int = 2,
+    nodes: Sequence[Mapping[str, str]] = NODES,
+    router_node: str = "",
 ) -> ServiceConfig:
-    """Two CPU ranks on each logical node, which is a failure domain; no page."""
+    """Two CPU ranks on each logical node of `nodes`, which is a failure domain; no page.
+    router_node: where the routers are, "" = anywhere."""
     ranks = [
         {
             "count": 2,
@@ -86,13 +90,17 @@ def service_config(
             "node_labels": dict(labels),
             "failure_domain_label": "moe.node",
         }
-        for labels in NODES
+        for labels in nodes
     ]
     return ServiceConfig.model_validate(
         {
             "service": service,
             "model": {"name": service, "checkpoint": checkpoint},
-            "fleet": {"routers": routers, "ranks": ranks},
+            "fleet": {
+                "routers": routers,
+                "router_node_labels": {"moe.node": router_node} if router_node else {},
+                "ranks": ranks,
+            },
             # Slow arithmetic and fast copies: a move pays for itself soon.
             "profiles": [
                 {
@@ -210,10 +218,13 @@ def router_totals(placement: Placement, names: Sequence[str]) -> dict[str, float
 
 
 @contextlib.contextmanager
-def running(config: ServiceConfig, *, fail_point: str | None = None) -> Iterator[Service]:
-    """A deployed service, taken down at the end. The cluster must be connected."""
+def running(
+    config: ServiceConfig, *, drill: Drill = NO_DRILL, history_dir: Path | str = ""
+) -> Iterator[Service]:
+    """A deployed service, taken down at the end. The cluster must be connected. history_dir: folder
+    in which its processes note facts, for `tests.chaos.history`; "" = they note none."""
     began_s = time.monotonic()
-    deployed = deploy(config, wait_s=READY_WAIT_S, fail_point=fail_point)
+    deployed = deploy(config, wait_s=READY_WAIT_S, drill=drill, history_dir=str(history_dir))
     print(f"\n{config.service}: ready after {time.monotonic() - began_s:.1f} s")
     service = Service(config, deployed)
     try:

@@ -86,6 +86,8 @@ class Traffic:
     worst: float = 0.0
     sent: Counter[tuple[str, bool]] = field(default_factory=Counter)
     slowest_s: float = 0.0
+    took: list[tuple[float, float]] = field(default_factory=list)
+    """(monotonic seconds at the end, seconds it took) of each answered call."""
     _began_s: float = 0.0
     _seconds: float = 0.0
     _stopping: threading.Event = field(default_factory=threading.Event)
@@ -113,6 +115,7 @@ class Traffic:
         # Connecting is over: counted from here on.
         self._began_s = time.monotonic()
         self.sent.clear()
+        self.took.clear()
         return self
 
     def __exit__(
@@ -168,7 +171,9 @@ class Traffic:
             except MoeServeError as error:
                 self._fail(f"{type(error).__name__}: {error.message}")
             else:
-                self.slowest_s = max(self.slowest_s, time.monotonic() - began_s)
+                now_s = time.monotonic()
+                self.slowest_s = max(self.slowest_s, now_s - began_s)
+                self.took.append((now_s, now_s - began_s))
                 worst = error_of(output, self.workload.oracle(layer, hidden, ids, gates))
                 self.worst = max(self.worst, worst)
                 if not worst <= TOLERANCE:

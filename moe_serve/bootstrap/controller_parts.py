@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moe_serve.bootstrap.drill import NO_DRILL, Drill
 from moe_serve.bootstrap.fleet import (
     NAMESPACE,
     RayFleet,
@@ -16,9 +17,9 @@ from moe_serve.bootstrap.fleet import (
     dashboard_name,
 )
 from moe_serve.bootstrap.parts import PartsPlan
-from moe_serve.bootstrap.size import rank_slots
+from moe_serve.bootstrap.size import group_slots, rank_slots
 from moe_serve.controller.actor import ControllerActor
-from moe_serve.controller.settings import ControllerSettings, ExpectedRank
+from moe_serve.controller.settings import ControllerSettings, ExpectedRank, RankKind
 from moe_serve.rpc.auth import Role, TokenFile
 from moe_serve.rpc.options import RpcLimits
 from moe_serve.shard.actor import SHARD_ENV_VARS
@@ -27,7 +28,7 @@ PAGE_START_TIMEOUT_S = 60.0
 """Longest wait for the page's port."""
 
 
-def controller_settings(plan: PartsPlan, fail_point: str | None = None) -> ControllerSettings:
+def controller_settings(plan: PartsPlan, drill: Drill = NO_DRILL) -> ControllerSettings:
     """What the controller is told, from the service file."""
     config, spec = plan.config, plan.spec
     ranks = tuple(
@@ -46,6 +47,10 @@ def controller_settings(plan: PartsPlan, fail_point: str | None = None) -> Contr
         config=config.core_rebalance(),
         ranks=ranks,
         profiles=tuple(plan.profile(profile.name) for profile in config.profiles),
+        groups=tuple(
+            RankKind(profile=group.profile, num_slots=group_slots(group, spec.slot_bytes))
+            for group in config.fleet.ranks
+        ),
         num_routers=config.fleet.routers,
         state_dir=Path(plan.state_dir),
         state_dir_shared=config.state_dir_shared,
@@ -58,11 +63,12 @@ def controller_settings(plan: PartsPlan, fail_point: str | None = None) -> Contr
         tls_key=config.security.tls_key_file,
         accept_insecure=config.security.accept_insecure,
         limits=RpcLimits(),
-        fail_point=fail_point,
+        fail_points=drill.fail_points,
+        history_dir=plan.history_dir,
     )
 
 
-def create_controller(plan: PartsPlan, fail_point: str | None = None) -> Any:
+def create_controller(plan: PartsPlan, drill: Drill = NO_DRILL) -> Any:
     """The controller's actor: detached, restarted by Ray for ever, preferring this node (it owns
     the journal)."""
     import ray
@@ -73,13 +79,14 @@ def create_controller(plan: PartsPlan, fail_point: str | None = None) -> Any:
         name=controller_name(plan.config.service),
         namespace=NAMESPACE,
         lifetime="detached",
+        enable_task_events=False,
         max_restarts=-1,
         num_cpus=0,
         # Not Ray's soft node affinity: it is not looked at where an actor sets no CPU aside.
         label_selector={"ray.io/node-id": here},
         fallback_strategy=[{"label_selector": {}}],
         runtime_env={"env_vars": {**SHARD_ENV_VARS, "CUDA_VISIBLE_DEVICES": ""}},
-    ).remote(controller_settings(plan, fail_point), RayFleet(plan))
+    ).remote(controller_settings(plan, drill), drill.fleet(RayFleet(plan)))
 
 
 def create_dashboard(plan: PartsPlan, admin_address: str) -> str:
@@ -99,6 +106,7 @@ def create_dashboard(plan: PartsPlan, admin_address: str) -> str:
         name=dashboard_name(config.service),
         namespace=NAMESPACE,
         lifetime="detached",
+        enable_task_events=False,
         max_restarts=3,
         num_cpus=0,
         runtime_env={"env_vars": {**SHARD_ENV_VARS, "CUDA_VISIBLE_DEVICES": ""}},

@@ -3,6 +3,9 @@
 Responsible for creating, finding and ending actors, and for the claim of a term in Ray's key-value
 store. Decides nothing about experts. Handed to the controller as a constructor argument, so that
 Ray's restart of it has it too.
+
+No actor of ours reports its calls to Ray as task events: reports are asked for four times a second
+for ever, and keeping an event of each cost a process 18 MB and grew with every call.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from moe_serve.bootstrap.nodes import RayNode, choose_node, node_of
 from moe_serve.bootstrap.parts import PartsPlan
 from moe_serve.controller.names import PartKind, parse, prefix
 from moe_serve.errors import StartRefused, Unavailable
-from moe_serve.ports import NodeInfo
+from moe_serve.ports import FILE_PLACE, NodeInfo, RankPlace
 from moe_serve.router.actor import RouterActor, RouterRemote
 from moe_serve.shard.actor import SHARD_ENV_VARS, RayShardPort, remote_shard_actor
 
@@ -73,16 +76,19 @@ class RayFleet:
     def _service(self) -> str:
         return self._plan.config.service
 
-    async def create_shard(self, name: str, rank: int, incarnation: int) -> RayShardPort:
+    async def create_shard(
+        self, name: str, rank: int, incarnation: int, place: RankPlace = FILE_PLACE
+    ) -> RayShardPort:
         """See `ports.Fleet.create_shard`."""
-        labels = self._plan.config.fleet.group_of(rank).node_labels
-        async with self._place(name, PartKind.SHARD, labels, f"rank {rank}") as node:
-            return await self._create_shard(name, rank, incarnation, node)
+        labels = self._plan.group(rank, place).node_labels
+        kind, what = PartKind.SHARD, f"rank {rank}"
+        async with self._place(name, kind, labels, what, place.only_node) as node:
+            return await self._create_shard(name, rank, incarnation, node, place)
 
     async def _create_shard(
-        self, name: str, rank: int, incarnation: int, node: RayNode
+        self, name: str, rank: int, incarnation: int, node: RayNode, place: RankPlace
     ) -> RayShardPort:
-        group = self._plan.config.fleet.group_of(rank)
+        group = self._plan.group(rank, place)
         domain_label = group.failure_domain_label
         settings = self._plan.shard_settings(
             rank,
@@ -90,12 +96,14 @@ class RayFleet:
             node=node.node,
             failure_domain=node.labels.get(domain_label, node.node) if domain_label else node.node,
             host=self._host(node),
+            place=place,
         )
         actor = remote_shard_actor().options(
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
             max_restarts=0,
+            enable_task_events=False,
             num_cpus=group.num_cpus,
             num_gpus=group.num_gpus,
             label_selector={"ray.io/node-id": node.node_id},
@@ -130,6 +138,7 @@ class RayFleet:
             namespace=NAMESPACE,
             lifetime="detached",
             max_restarts=0,
+            enable_task_events=False,
             num_cpus=0,
             label_selector={"ray.io/node-id": node.node_id},
             runtime_env={"env_vars": self._environment(SHARD_ENV_VARS, 0)},
@@ -197,7 +206,12 @@ class RayFleet:
 
     @asynccontextmanager
     async def _place(
-        self, name: str, kind: PartKind, labels: Mapping[str, str], what: str
+        self,
+        name: str,
+        kind: PartKind,
+        labels: Mapping[str, str],
+        what: str,
+        only_node: str = "",
     ) -> AsyncIterator[RayNode]:
         """The node for one more part, counted as its place while the part is being made.
 
@@ -211,7 +225,7 @@ class RayFleet:
         begin = _part_prefix(self._service, kind)
         going = {part: node for part, node in self._going.items() if part.startswith(begin)}
         held = Counter((listed | going).values())
-        node = choose_node(nodes, labels, held, what=what, draining=draining)
+        node = choose_node(nodes, labels, held, what=what, draining=draining, only_node=only_node)
         self._going[name] = node.node_id
         try:
             yield node

@@ -110,6 +110,16 @@ def start_local_ray(
     return LocalRay(address, str(temp_dir), tuple(nodes))
 
 
+def join_local_ray(
+    cluster: LocalRay, number: int, labels: Mapping[str, str], *, num_cpus: int = 4
+) -> LocalNode:
+    """Start one more node of a cluster, with a number that none of its nodes had. Returns before it
+    is alive; whoever ends the cluster must be told its pid."""
+    return _spawn(
+        [f"--address={cluster.address}"], Path(cluster.temp_dir), number, labels, num_cpus, 0
+    )
+
+
 def _spawn(
     place: Sequence[str],
     temp_dir: Path,
@@ -200,8 +210,17 @@ def _stop(pids: Sequence[int], temp_dir: str) -> None:
         # The group may outlive its leader: raylet and gcs_server are in it.
         _signal_group(pid, signal.SIGKILL)
     # Each actor leads a group of its own, and would notice only later that its raylet is gone.
-    for pid in _family(temp_dir):
-        _signal(pid, signal.SIGKILL)
+    end_family(temp_dir)
+
+
+def end_family(temp_dir: str) -> None:
+    """End every process of the cluster of this temporary folder at once, whoever started it and
+    whatever they start meanwhile. For one whose leaders nobody knows any more."""
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while (found := _family(temp_dir)) and time.monotonic() < deadline:
+        for pid in found:
+            _signal(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def local_ray_alive(pids: Sequence[int], temp_dir: str) -> bool:

@@ -51,6 +51,7 @@ def choose_node(
     *,
     what: str,
     draining: Collection[str] = (),
+    only_node: str = "",
 ) -> RayNode:
     """The matching node with the fewest parts of this kind, ties to the lowest id.
 
@@ -60,6 +61,7 @@ def choose_node(
         held: node id -> parts of this kind it has; absent = none.
         what: the part, for the refusal ("rank 3", "router").
         draining: ids of nodes that take nothing new.
+        only_node: name of the only node that will do, "" = any.
 
     Raises:
         StartRefused: no node matches.
@@ -68,6 +70,7 @@ def choose_node(
         node
         for node in nodes
         if node.node_id not in draining
+        and only_node in ("", node.node)
         and all(node.labels.get(key) == value for key, value in labels.items())
     ]
     if not fitting:
@@ -81,8 +84,9 @@ def choose_node(
             }
         )
         shown = ", ".join(carried[:_LABELS_SHOWN]) or "none"
+        named = f"no node named {only_node!r} that takes parts," if only_node else "no node"
         raise StartRefused(
-            f"no node with labels {dict(labels)} for {what}; the cluster has {len(nodes)} alive "
+            f"{named} with labels {dict(labels)} for {what}; the cluster has {len(nodes)} alive "
             f"nodes ({len(draining)} draining) with labels {shown}"
         )
     return min(fitting, key=lambda node: (held.get(node.node_id, 0), node.node_id))

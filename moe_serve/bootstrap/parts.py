@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from moe_serve.bootstrap.size import rank_slots
+from moe_serve.bootstrap.size import group_slots
 from moe_serve.config import ServiceConfig
+from moe_serve.config.schema import RankGroup
 from moe_serve.errors import StartRefused
+from moe_serve.ports import FILE_PLACE, RankPlace
 from moe_serve.router.faults import ContributionFault
 from moe_serve.router.settings import RouterSettings
 from moe_serve.rpc.options import RpcLimits
@@ -22,6 +24,7 @@ from moe_serve.shard.compute.build import backend_derived_bytes
 from moe_serve.shard.settings import ShardSettings
 from moe_serve.shard.work_queue import QueueLimits
 from moe_serve.weights import Checkpoint, WeightsError
+from moe_serve.wire.codec import forward_bytes_max
 from moe_serve.wire.security import CurveKeys
 from moe_serve.wire.sockets import WireOptions
 from placement.cost import least_crossover, rank_seconds
@@ -86,6 +89,10 @@ class PartsPlan:
     wire_keys: CurveKeys | None
     fault: ContributionFault | None = None
     """Deliberate fault of every router, for the demo's `--inject`."""
+    history_dir: str = ""
+    """Folder in which every part notes facts, for tests; "" = none does."""
+    socks_proxy: str = ""
+    """See `Drill.socks_proxy`."""
 
     def profile(self, name: str) -> DeviceProfile:
         """Declared device figures."""
@@ -102,13 +109,38 @@ class PartsPlan:
         took_s = [float(rank_seconds(1.0, 1.0, spec, profile)) for profile in ranks]
         return tuple(one / min(took_s) for one in took_s)
 
+    def _wire_message_bytes_max(self) -> int:
+        """Longest message between a router and a shard: a request at its limit fits."""
+        limit = self.config.limits.max_message_bytes
+        return forward_bytes_max(limit, self.spec.hidden_size, self.spec.top_k)
+
+    def group(self, rank: int, place: RankPlace) -> RankGroup:
+        """Group that a rank's shard is made from. Raises StartRefused where the service file has it
+        no more."""
+        fleet = self.config.fleet
+        if place.group < 0:
+            return fleet.group_of(rank)
+        if place.group >= len(fleet.ranks):
+            raise StartRefused(
+                f"rank {rank} was added from group {place.group}, and the service file has "
+                f"{len(fleet.ranks)}; remove the rank, or give the group back"
+            )
+        return fleet.ranks[place.group]
+
     def shard_settings(
-        self, rank: int, incarnation: int, *, node: str, failure_domain: str, host: str
+        self,
+        rank: int,
+        incarnation: int,
+        *,
+        node: str,
+        failure_domain: str,
+        host: str,
+        place: RankPlace = FILE_PLACE,
     ) -> ShardSettings:
         """Settings of one shard incarnation on a node."""
         config = self.config
-        group = config.fleet.group_of(rank)
-        slots = rank_slots(config, rank, self.spec.slot_bytes)
+        group = self.group(rank, place)
+        slots = group_slots(group, self.spec.slot_bytes)
         limits = config.limits
         return ShardSettings(
             rank=rank,
@@ -118,6 +150,8 @@ class PartsPlan:
             profile=self.profile(group.profile),
             backend=group.backend,
             device=group.device,
+            group=place.group,
+            only_node=place.only_node,
             dtype=config.model.dtype,
             num_slots=slots,
             budget_bytes=slots * self.spec.slot_bytes,
@@ -127,13 +161,14 @@ class PartsPlan:
             weights_version=self.spec.weights_version,
             host=host,
             client_keys=self.wire_keys,
-            wire=WireOptions(message_bytes_max=limits.max_message_bytes),
+            wire=WireOptions(message_bytes_max=self._wire_message_bytes_max()),
             queue=QueueLimits(rows_max=limits.max_queue_rows),
             copy_bytes_per_s=float(limits.copy_bytes_per_s),
             host_cache_dir=str(Path(self.state_dir) / "host_cache"),
             # On a shared folder it would be no node's own.
             host_cache_bytes=0 if config.state_dir_shared else limits.host_cache_bytes,
             ledger_rows_max=limits.ledger_rows_max,
+            history_dir=self.history_dir,
         )
 
     def router_settings(
@@ -164,6 +199,9 @@ class PartsPlan:
             max_open_rows=config.limits.max_rows_in_flight,
             ledger_entries=config.limits.ledger_rows_max,
             fault=self.fault,
+            history_dir=self.history_dir,
+            wire_message_bytes_max=self._wire_message_bytes_max(),
+            socks_proxy=self.socks_proxy,
             token_file=security.token_file,
             tls_certificate=security.tls_cert_file,
             tls_key=security.tls_key_file,

@@ -34,6 +34,8 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     state_dir: str = ""
     token_file: str = ""
     tls_ca_file: str = ""
+    ending: bool = False
+    """Somebody is taking the service down."""
 
 
 def state_home() -> Path:
@@ -66,14 +68,31 @@ def claimed(service: str) -> Iterator[None]:
 
     Raises StartRefused where another is at it: two controllers would write one journal.
     """
-    file = _made(state_home()) / f"{service}.up.lock"
-    with _writable(file) as descriptor:
+    with _locked(
+        f"{service}.up.lock",
+        f"another `moe-serve up` is starting service {service!r}; wait until it has ended",
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def kept(service: str) -> Iterator[None]:
+    """Be the one program on this machine, for this user, that starts the service again whenever it
+    dies. Ends as a claim does. Raises StartRefused where another is at it."""
+    with _locked(
+        f"{service}.keep.lock",
+        f"another `moe-serve up --keep` looks after service {service!r}; end that one first",
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(name: str, taken: str) -> Iterator[None]:
+    with _writable(_made(state_home()) / name) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise StartRefused(
-                f"another `moe-serve up` is starting service {service!r}; wait until it has ended"
-            ) from error
+            raise StartRefused(taken) from error
         yield
 
 

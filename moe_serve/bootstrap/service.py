@@ -13,18 +13,20 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from moe_serve.bootstrap.drill import NO_DRILL, Drill
+from moe_serve.bootstrap.leftovers import clear_dead
 from moe_serve.bootstrap.local_ray import (
     LocalRay,
     ensure_auth,
     local_ray_alive,
-    start_local_ray,
     stop_local_ray,
 )
 from moe_serve.bootstrap.parts import PartsPlan, moe_spec
@@ -42,6 +44,7 @@ from moe_serve.bootstrap.record import (
 )
 from moe_serve.bootstrap.signals import handlers_kept
 from moe_serve.bootstrap.size import size_report
+from moe_serve.bootstrap.starting import findable, own_cluster
 from moe_serve.config import ServiceConfig
 from moe_serve.controller.journal_store import peek
 from moe_serve.errors import NotFound, StartRefused
@@ -68,6 +71,10 @@ class Deployed:
     admin_address: str
     router_addresses: tuple[str, ...]
     dashboard_url: str
+
+
+_NOT_YET = Deployed("", "", (), "")
+"""Of a service that is being started."""
 
 
 def up(
@@ -107,40 +114,35 @@ def _up(
     progress: Progress,
     on_checks: Callable[[list[NodeCheck]], None],
 ) -> ServiceRecord:
-    check_not_running(config.service)
+    dead = check_not_running(config.service)
     # What the files alone can say is said before anything starts.
     checked_model(config)
     check_journal(config)
-    local: LocalRay | None = None
+    if dead is not None and dead.ray_temp_dir:
+        progress(f"clearing away what the last {config.service!r} left, which died")
+        clear_dead(dead)
+        dead = None
     if address:
         join_auth(os.environ, Path.home())
     else:
         ensure_auth(service_dir(config.service, config.state_dir))
     if warning := check_ray_auth(config, os.environ, Path.home()):
         progress(warning)
-    folder = "" if address else tempfile.mkdtemp(prefix="moe-")
-    try:
-        if folder:
-            progress("starting a local Ray cluster")
-            local = start_local_ray(Path(folder))
-        with command_connected(local.address if local else address, ship=ship) as head:
-            if head.asks_for_token is False and not warning:
-                progress(check_open_head(config, head.address))
+    with (
+        contextlib.nullcontext() if address else own_cluster(progress) as local,
+        command_connected(local.address if local else address, ship=ship) as head,
+    ):
+        if head.asks_for_token is False and not warning:
+            progress(check_open_head(config, head.address))
+        nothing_yet = _record(config, config_file, address, local, _NOT_YET)
+        with contextlib.nullcontext() if local else findable(nothing_yet, dead):
             found = deploy(config, wait_s=wait_s, progress=progress, on_checks=on_checks)
-            record = _record(config, config_file, address, local, found)
-            try:
-                write_record(record)
-            except BaseException:  # what no command could find again must not stay
-                undeploy(config.service)
-                raise
-    except BaseException as error:
-        if local is not None:
-            stop_local_ray(local.pids, local.temp_dir)
-        asked_for = isinstance(error, KeyboardInterrupt | SystemExit)
-        refused = local is not None and isinstance(error, StartRefused)
-        if folder and (asked_for or refused):  # else the logs are evidence
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+        record = _record(config, config_file, address, local, found)
+        try:
+            write_record(record)
+        except BaseException:  # what no command could find again must not stay
+            undeploy(config.service)
+            raise
     return record
 
 
@@ -170,6 +172,8 @@ def down(service: str = "", *, progress: Progress = lambda line: None) -> Servic
     Raises NotFound where there is no such service.
     """
     record = read_record(service)
+    # Said before it begins, so that whoever keeps the service up does not start it again.
+    write_record(msgspec.structs.replace(record, ending=True))
     if record.ray_pids:
         ensure_auth(
             service_dir(record.service, Path(record.state_dir) if record.state_dir else None)
@@ -191,21 +195,28 @@ def down(service: str = "", *, progress: Progress = lambda line: None) -> Servic
     return record
 
 
-def check_not_running(service: str) -> None:
-    """Raises StartRefused where the service that the record names is still there.
+def check_not_running(service: str) -> ServiceRecord | None:
+    """The record of a service that died (or whose machine was restarted), None where there is none.
 
-    A second one would write the first one's journal. A record without a service (the machine was
-    restarted) does not count.
+    Raises StartRefused where the service that the record names is still there: a second one would
+    write the first one's journal.
     """
     try:
         record = read_record(service)
     except NotFound:
-        return
-    if local_ray_alive(record.ray_pids, record.ray_temp_dir) or _answers(record.admin_address):
+        return None
+    if head_alive(record) or answers(record.admin_address):
         raise StartRefused(
             f"service {service!r} is running already (admin {record.admin_address}); "
             f"`moe-serve down {service}` ends it, or choose another `service:` name"
         )
+    return record
+
+
+def head_alive(record: ServiceRecord) -> bool:
+    """Whether a service has a Ray cluster of its own, and that lives. A cluster without its head
+    ends by itself."""
+    return local_ray_alive(record.ray_pids[:1], record.ray_temp_dir)
 
 
 def check_journal(config: ServiceConfig) -> None:
@@ -214,7 +225,7 @@ def check_journal(config: ServiceConfig) -> None:
     peek(config.state_dir or state_home() / config.service, config.service)
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
     """Whether something listens at host:port."""
     host, _, port = address.rpartition(":")
     try:
@@ -289,7 +300,8 @@ def deploy(
     progress: Progress = lambda line: None,
     on_checks: Callable[[list[NodeCheck]], None] = lambda checks: None,
     fault: ContributionFault | None = None,
-    fail_point: str | None = None,
+    drill: Drill = NO_DRILL,
+    history_dir: str = "",
 ) -> Deployed:
     """Create the controller and wait until the service is ready, on the Ray cluster this process is
     connected to.
@@ -327,9 +339,11 @@ def deploy(
         state_dir=str(folder),
         wire_keys=CurveKeys.generate() if config.network == "cluster" else None,
         fault=fault,
+        history_dir=history_dir,
+        socks_proxy=drill.socks_proxy,
     )
     try:
-        return _start(plan, wait_s, progress, fail_point)
+        return _start(plan, wait_s, progress, drill)
     except BaseException:
         undeploy(config.service)
         raise
@@ -349,12 +363,12 @@ def _answer(reference: Any, timeout_s: float) -> Mapping[str, Any]:
     return said
 
 
-def _start(plan: PartsPlan, wait_s: float, progress: Progress, fail_point: str | None) -> Deployed:
+def _start(plan: PartsPlan, wait_s: float, progress: Progress, drill: Drill) -> Deployed:
     from moe_serve.bootstrap.controller_parts import create_controller, create_dashboard
 
     config = plan.config
     progress("starting the controller")
-    controller = create_controller(plan, fail_point)
+    controller = create_controller(plan, drill)
     deadline_s = time.monotonic() + wait_s
     started = _answer(controller.start.remote(), wait_s)
     if started["fault"]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_serve.config import ServiceConfig
+from moe_serve.config.schema import RankGroup
 from placement.topology import MoeSpec
 
 
@@ -52,8 +53,12 @@ class SizeReport:
 
 
 def rank_slots(config: ServiceConfig, rank: int, slot_bytes: int) -> int:
-    """Slots of a rank: as given, or what its budget holds."""
-    group = config.fleet.group_of(rank)
+    """Slots of a rank that the service file names."""
+    return group_slots(config.fleet.group_of(rank), slot_bytes)
+
+
+def group_slots(group: RankGroup, slot_bytes: int) -> int:
+    """Slots of each rank of a group: as given, or what its budget holds."""
     return group.slots if group.slots is not None else (group.budget or 0) // slot_bytes
 
 

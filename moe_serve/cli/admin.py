@@ -96,6 +96,30 @@ class Admin(Protocol):
         """Bytes of expert slots a rank may use."""
         ...
 
+    def add_rank(self, group: int, node: str, again: int | None) -> pb.AddRankResponse:
+        """One more rank of a group; `again`: a removed one back, as it was."""
+        ...
+
+    def remove_rank(self, rank: int, accept_lower_floor: bool) -> pb.RemoveRankResponse:
+        """A rank leaves for good, once it is empty."""
+        ...
+
+    def replace_rank(
+        self, rank: int, incarnation: int, accept_lower_floor: bool
+    ) -> pb.ReplaceRankResponse:
+        """That life of a rank's shard is replaced, once it is empty."""
+        ...
+
+    def replace_router(
+        self, router: str, incarnation: int, accept_gap: bool
+    ) -> pb.ReplaceRouterResponse:
+        """That life of a router is replaced, once its open calls have ended."""
+        ...
+
+    def restart_controller(self, term: int) -> pb.RestartControllerResponse:
+        """The controller of that term ends and is started again."""
+        ...
+
     def close(self) -> None:
         """End the connection."""
         ...
@@ -122,6 +146,11 @@ def find_target(
     else:
         assert record is not None
         address = record.admin_address
+        if not address:
+            raise CannotReach(
+                f"service {record.service} is being started, or was when its `moe-serve up` was "
+                f"killed; wait, or end it with `moe-serve down {record.service}`"
+            )
     if record is not None:
         token_file = token_file or (Path(record.token_file) if record.token_file else None)
         tls_ca = tls_ca or (Path(record.tls_ca_file) if record.tls_ca_file else None)
@@ -234,6 +263,44 @@ class GrpcAdmin:
         """See `Admin.set_budget`."""
         request = pb.SetBudgetRequest(rank=rank, budget_bytes=budget_bytes)
         answer: pb.SetBudgetResponse = self._call("SetBudget", request, PLAN_TIMEOUT_S)
+        return answer
+
+    def add_rank(self, group: int, node: str, again: int | None) -> pb.AddRankResponse:
+        """See `Admin.add_rank`."""
+        request = pb.AddRankRequest(group=group, node=node, rank=again)
+        answer: pb.AddRankResponse = self._call("AddRank", request, PLAN_TIMEOUT_S)
+        return answer
+
+    def remove_rank(self, rank: int, accept_lower_floor: bool) -> pb.RemoveRankResponse:
+        """See `Admin.remove_rank`."""
+        request = pb.RemoveRankRequest(rank=rank, accept_lower_floor=accept_lower_floor)
+        answer: pb.RemoveRankResponse = self._call("RemoveRank", request, PLAN_TIMEOUT_S)
+        return answer
+
+    def replace_rank(
+        self, rank: int, incarnation: int, accept_lower_floor: bool
+    ) -> pb.ReplaceRankResponse:
+        """See `Admin.replace_rank`."""
+        request = pb.ReplaceRankRequest(
+            rank=rank, incarnation=incarnation, accept_lower_floor=accept_lower_floor
+        )
+        answer: pb.ReplaceRankResponse = self._call("ReplaceRank", request, PLAN_TIMEOUT_S)
+        return answer
+
+    def replace_router(
+        self, router: str, incarnation: int, accept_gap: bool
+    ) -> pb.ReplaceRouterResponse:
+        """See `Admin.replace_router`."""
+        request = pb.ReplaceRouterRequest(
+            router=router, incarnation=incarnation, accept_gap=accept_gap
+        )
+        answer: pb.ReplaceRouterResponse = self._call("ReplaceRouter", request, PLAN_TIMEOUT_S)
+        return answer
+
+    def restart_controller(self, term: int) -> pb.RestartControllerResponse:
+        """See `Admin.restart_controller`."""
+        request = pb.RestartControllerRequest(term=term)
+        answer: pb.RestartControllerResponse = self._call("RestartController", request)
         return answer
 
     def close(self) -> None:

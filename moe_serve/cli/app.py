@@ -17,6 +17,7 @@ from moe_serve import __version__
 from moe_serve.cli.commands.demo import demo
 from moe_serve.cli.commands.doctor import doctor
 from moe_serve.cli.commands.events import events
+from moe_serve.cli.commands.fleet import add_rank, remove_rank, roll
 from moe_serve.cli.commands.plan import apply, plan
 from moe_serve.cli.commands.replay import replay
 from moe_serve.cli.commands.service import down, up, validate
@@ -102,6 +103,9 @@ for _command in (
     drain,
     undrain,
     budget,
+    add_rank,
+    remove_rank,
+    roll,
     events,
     replay,
     doctor,

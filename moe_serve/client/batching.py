@@ -23,6 +23,7 @@ from moe_serve.rpc.codec import (
     REQUEST_NAMES_BYTES,
     ForwardArrays,
     numpy_type,
+    rows_max,
 )
 from moe_serve.rpc.options import MAX_MESSAGE_BYTES
 
@@ -84,7 +85,7 @@ def rows_per_message(spec: ModelSpec, data_type: int, top_k: int) -> int:
     element_bytes = numpy_type(data_type).itemsize
     bits = 8 * (element_bytes * spec.hidden_size + 8 * max(top_k, 1)) + 1 + max(top_k, 1)
     # Two bytes for the rounding of the two bitmaps.
-    rows = (limit - REQUEST_NAMES_BYTES - 2) * 8 // bits
+    rows = min((limit - REQUEST_NAMES_BYTES - 2) * 8 // bits, rows_max(spec.top_k))
     if rows < 1:
         raise InvalidArgument(
             f"messages have at most {limit} bytes, less than one row of hidden_size "

@@ -14,6 +14,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc.aio
 
+from moe_serve.controller.admin_checks import check_count, check_text, raise_for, wrong
+from moe_serve.controller.admin_fleet import FleetAdmin
 from moe_serve.controller.book import KeptRecord
 from moe_serve.controller.life import Life
 from moe_serve.controller.settings import ControllerSettings
@@ -28,11 +30,7 @@ from moe_serve.controller.views import (
 )
 from moe_serve.errors import (
     DeadlineExceeded,
-    FailedPrecondition,
-    FieldViolation,
-    InvalidArgument,
     MoeServeError,
-    NotFound,
     ResourceExhausted,
     Unavailable,
 )
@@ -57,8 +55,6 @@ WATCH_PAUSE_S = 0.1
 """Least time between two messages of a Watch stream."""
 STEPS_PAGE = 100
 STEPS_PAGE_MAX = 1000
-TEXT_MAX = 200
-"""Characters of a reason, plan id or policy name in a request."""
 INT32_MAX = (1 << 31) - 1
 _T = TypeVar("_T")
 
@@ -82,12 +78,17 @@ class Source(Protocol):
         """What views are built from."""
         ...
 
+    def restart_soon(self) -> None:
+        """End this controller, once the answer to who asked is on its way; it is started again."""
+        ...
+
 
 class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
     """All RPCs over one controller."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        self._fleet = FleetAdmin(source)
         self._watchers = 0
         self._shown: tuple[int, pb.GetPlacementResponse] | None = None
 
@@ -159,8 +160,8 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         """A plan with reasons and prices. Nothing moves."""
 
         async def compute() -> pb.ComputePlanResponse:
-            _check_text("policy", request.policy)
-            _check_count("max_moves", request.max_moves)
+            check_text("policy", request.policy)
+            check_count("max_moves", request.max_moves)
             answer = await self._ask(
                 lambda n: PlanAsked(
                     at_s=0.0,
@@ -177,7 +178,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         """Run a computed plan, or only check whether it could run."""
 
         async def apply() -> pb.ApplyPlanResponse:
-            _check_text("plan_id", request.plan_id, needed=True)
+            check_text("plan_id", request.plan_id, needed=True)
             if request.validate_only:
                 self._check_apply(request.plan_id)
                 return pb.ApplyPlanResponse(
@@ -194,7 +195,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         """Stop automatic plans."""
 
         async def pause() -> pb.PauseResponse:
-            _check_text("reason", request.reason)
+            check_text("reason", request.reason)
             await self._ask(lambda n: PauseAsked(at_s=0.0, request_id=n, reason=request.reason))
             return pb.PauseResponse()
 
@@ -228,7 +229,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
 
         async def undrain() -> pb.UndrainRankResponse:
             self._check_rank(request.rank)
-            _raise_for(await self._source.life.supervision.undrain(request.rank))
+            raise_for(await self._source.life.supervision.undrain(request.rank))
             return pb.UndrainRankResponse()
 
         return await _guard(context, undrain)
@@ -239,10 +240,10 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         async def budget() -> pb.SetBudgetResponse:
             self._check_rank(request.rank)
             if request.budget_bytes < 0:
-                raise _wrong("budget_bytes", f"{request.budget_bytes} must be >= 0")
+                raise wrong("budget_bytes", f"{request.budget_bytes} must be >= 0")
             most = INT32_MAX * self._source.settings.spec.slot_bytes
             if request.budget_bytes > most:
-                raise _wrong("budget_bytes", f"{request.budget_bytes} must be at most {most}")
+                raise wrong("budget_bytes", f"{request.budget_bytes} must be at most {most}")
             answer = await self._ask(
                 lambda n: BudgetAsked(
                     at_s=0.0,
@@ -257,6 +258,34 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
             )
 
         return await _guard(context, budget)
+
+    async def AddRank(self, request: pb.AddRankRequest, context: Any) -> pb.AddRankResponse:
+        """One more rank, or a removed one again."""
+        return await _guard(context, lambda: self._fleet.add_rank(request))
+
+    async def RemoveRank(
+        self, request: pb.RemoveRankRequest, context: Any
+    ) -> pb.RemoveRankResponse:
+        """A rank leaves for good."""
+        return await _guard(context, lambda: self._fleet.remove_rank(request))
+
+    async def ReplaceRank(
+        self, request: pb.ReplaceRankRequest, context: Any
+    ) -> pb.ReplaceRankResponse:
+        """A rank's shard is replaced."""
+        return await _guard(context, lambda: self._fleet.replace_rank(request))
+
+    async def ReplaceRouter(
+        self, request: pb.ReplaceRouterRequest, context: Any
+    ) -> pb.ReplaceRouterResponse:
+        """A router is replaced; answers once its open calls have ended."""
+        return await _guard(context, lambda: self._fleet.replace_router(request))
+
+    async def RestartController(
+        self, request: pb.RestartControllerRequest, context: Any
+    ) -> pb.RestartControllerResponse:
+        """The controller is started again."""
+        return await _guard(context, lambda: self._fleet.restart_controller(request))
 
     # ------------------------------------------------------------------------------- inside
 
@@ -280,10 +309,10 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
     async def _steps(self, request: pb.ListStepsRequest) -> pb.ListStepsResponse:
         size = request.page_size or STEPS_PAGE
         if not 0 < size <= STEPS_PAGE_MAX:
-            raise _wrong("page_size", f"{size} must lie in [1, {STEPS_PAGE_MAX}]")
+            raise wrong("page_size", f"{size} must lie in [1, {STEPS_PAGE_MAX}]")
         token = request.page_token
         if token and not (token.isascii() and token.isdecimal() and len(token) < 20):
-            raise _wrong("page_token", "must be a next_page_token of an earlier answer")
+            raise wrong("page_token", "must be a next_page_token of an earlier answer")
         first = int(token or "0")
         steps = [step for step in steps_view(self._source.sight()) if step.step_id >= first]
         rest = steps[size:]
@@ -300,7 +329,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
 
     async def _ask(self, make: Callable[[int], AnyEvent]) -> Answer:
         answer = await self._source.life.driver.ask(make)
-        _raise_for(answer)
+        raise_for(answer)
         return answer
 
     def _check_apply(self, plan_id: str) -> None:
@@ -310,12 +339,12 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         twin = RebalanceEngine.replayed(live.snapshot())
         effects = twin.step(ApplyAsked(at_s=live.state.now_s, request_id=-1, plan_id=plan_id))
         answer = next(c for c in effects.commands if isinstance(c, Answer) and c.request_id == -1)
-        _raise_for(answer)
+        raise_for(answer)
 
     def _check_rank(self, rank: int) -> None:
-        count = len(self._source.settings.ranks)
+        count = len(self._source.life.driver.engine.state.ranks)
         if not 0 <= rank < count:
-            raise _wrong("rank", f"{rank} must lie in [0, {count})")
+            raise wrong("rank", f"{rank} must lie in [0, {count})")
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -327,39 +356,6 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
             yield
         finally:
             self._watchers -= 1
-
-
-def _raise_for(answer: Answer) -> None:
-    """Raise the error an answer is; return where it is ok."""
-    if answer.code == "ok":
-        return
-    text = answer.message
-    if answer.missing_bytes:
-        violations = (FieldViolation("missing_bytes", str(answer.missing_bytes)),)
-        raise FailedPrecondition(text, violations=violations)
-    if answer.code == "not_found":
-        raise NotFound(text)
-    if answer.code == "busy":
-        raise ResourceExhausted(text, retry_after_s=1.0)
-    raise FailedPrecondition(text)
-
-
-def _wrong(field: str, description: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"{field}: {description}", violations=(FieldViolation(field, description),)
-    )
-
-
-def _check_text(field: str, text: str, *, needed: bool = False) -> None:
-    if len(text) > TEXT_MAX:
-        raise _wrong(field, f"has {len(text)} characters, at most {TEXT_MAX} are taken")
-    if needed and not text:
-        raise _wrong(field, "must be given")
-
-
-def _check_count(field: str, value: int) -> None:
-    if value < 0:
-        raise _wrong(field, f"{value} must be >= 0")
 
 
 async def _guard(context: Any, work: Callable[[], Awaitable[_T]]) -> _T:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from moe_serve.controller.names import PartKind, PartName, parse
+from moe_serve.controller.names import Incarnations, PartKind, PartName, parse
 from moe_serve.controller.parts import RouterPart, ShardPart, router_part, shard_part
 from moe_serve.errors import MoeServeError, StaleTerm
 from moe_serve.ports import Fleet
@@ -26,12 +26,13 @@ DESCRIBE_PAUSE_S = 0.2
 @dataclass(slots=True)
 class Adopted:
     """Parts that answered, newest life of each place. `to_end`: living names that must not live
-    on. `found_any`: something of this service was alive."""
+    on. `found_any`: something of this service was alive. `seen`: every name that was alive."""
 
     shards: list[ShardPart] = field(default_factory=list)
     routers: list[RouterPart] = field(default_factory=list)
     to_end: list[str] = field(default_factory=list)
     found_any: bool = False
+    seen: frozenset[str] = frozenset()
 
     @property
     def highest_term(self) -> int:
@@ -49,6 +50,7 @@ async def adopt(
     alive = [(name, parse(service_id, name)) for name in sorted(await fleet.part_names())]
     ours = [part for _, part in alive if part is not None]
     adopted.found_any = bool(ours)
+    adopted.seen = frozenset(name for name, _ in alive)
     if journal_names is not None:
         named = set(journal_names)
         adopted.to_end = [str(part) for part in ours if str(part) not in named]
@@ -79,6 +81,31 @@ async def fence(adopted: Adopted, term: int, *, patience_s: float) -> None:
         replace(part, info=info)
         for part, info in zip(adopted.shards, told, strict=True)
         if info is not None
+    ]
+
+
+async def find_late(adopted: Adopted, fleet: Fleet, service_id: str, term: int) -> None:
+    """Parts that an older controller created after `adopt` had looked are in nobody's list, now
+    that `term` is claimed and no such controller creates any more: they must not live on. What a
+    newer controller creates is not ours to end."""
+    for name in sorted(set(await fleet.part_names()) - adopted.seen):
+        part = parse(service_id, name)
+        if part is not None and part.incarnation <= Incarnations.last_before(term):
+            adopted.to_end.append(name)
+
+
+def refuse_other_weights(adopted: Adopted, weights_version: str) -> list[str]:
+    """Give up shards that hold other weights than the service serves, whatever their slots are
+    called; each is ended, and replaced as one that was lost. Returns why, in sentences."""
+    others = [
+        part for part in adopted.shards if part.info.weights_version not in ("", weights_version)
+    ]
+    adopted.to_end += [str(part.name) for part in others]
+    adopted.shards = [part for part in adopted.shards if part not in others]
+    return [
+        f"rank {part.name.rank} held weights {part.info.weights_version}, not {weights_version}; "
+        "its shard was replaced"
+        for part in others
     ]
 
 

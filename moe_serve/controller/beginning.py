@@ -6,11 +6,18 @@ Responsible for the choice between going on (a journal that is trusted), rebuild
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
-from moe_serve.controller.adoption import Adopted, adopt, fence
+from moe_serve.controller.adoption import (
+    Adopted,
+    adopt,
+    fence,
+    find_late,
+    refuse_other_weights,
+)
 from moe_serve.controller.clock import DriverClock, boot_id, boot_s
 from moe_serve.controller.journal import Journal, move_aside, open_journal
 from moe_serve.controller.journal_rows import JournalImage, Starts, StateSnapshot
@@ -19,6 +26,7 @@ from moe_serve.controller.terms import claim_term, first_epoch
 from moe_serve.errors import StartRefused
 from moe_serve.ports import Fleet
 from placement.engine import EngineSnapshot, RebalanceEngine
+from placement.engine.state import RankState, RankStatus
 from placement.load import LoadHistory
 
 
@@ -45,6 +53,8 @@ class Beginning:
     admin_port: int
     router_ports: dict[str, int]
     problems: list[str]
+    journal_torn: bool = False
+    """The journal's last record was torn, and was dropped."""
 
 
 async def begin(
@@ -120,8 +130,8 @@ async def _distrust(
 def _misfit(settings: ControllerSettings, snapshot: EngineSnapshot) -> str:
     if snapshot.spec != settings.spec:
         return f"it is of model {snapshot.spec.model} {snapshot.spec.weights_version}"
-    if len(snapshot.state.ranks) != len(settings.ranks):
-        return f"it is of {len(snapshot.state.ranks)} ranks, not {len(settings.ranks)}"
+    if (named := _named_by_file(snapshot.state.ranks)) != len(settings.ranks):
+        return f"it is of {named} ranks, not {len(settings.ranks)}"
     known = {p.name for p in settings.profiles}
     if {r.profile for r in snapshot.state.ranks} - known:
         return "its ranks name device profiles that are not declared any more"
@@ -155,6 +165,8 @@ async def _with_journal(
     epoch = first_epoch(
         image.epoch, (p.info for p in adopted.shards), (p.info for p in adopted.routers)
     )
+    await find_late(adopted, fleet, settings.service_id, term)
+    problems += refuse_other_weights(adopted, settings.spec.weights_version)
     restarts = _restarts(settings, starts)
     paused = restarts > settings.restarts_max
     if paused:
@@ -186,6 +198,7 @@ async def _with_journal(
             first_epoch=epoch,
             start_s=clock.now_s(),
             paused=paused,
+            earlier=_earlier(settings, image, adopted, problems),
         )
     return Beginning(
         owner=owner,
@@ -202,7 +215,58 @@ async def _with_journal(
         admin_port=image.admin_port,
         router_ports=image.router_ports,
         problems=problems,
+        journal_torn=image.dropped_tail,
     )
+
+
+def _named_by_file(ranks: Sequence[RankState]) -> int:
+    """Ranks that the service file named, and no operator added."""
+    return sum(rank.group < 0 for rank in ranks)
+
+
+def _earlier(
+    settings: ControllerSettings, image: JournalImage, adopted: Adopted, problems: list[str]
+) -> Sequence[RankState]:
+    """Ranks of before, for a beginning anew: those that were added or removed stay so. After `down`
+    by the journal, without one by what living shards say."""
+    if not image.closed or image.snapshot is None:
+        return _told_by_shards(settings, adopted)
+    ranks = image.snapshot.engine.state.ranks
+    known = {p.name for p in settings.profiles}
+    changed = [r for r in ranks if r.group >= 0 or r.status is RankStatus.REMOVED]
+    fits = _named_by_file(ranks) == len(settings.ranks) and all(
+        r.group < len(settings.groups) and r.profile in known for r in changed
+    )
+    if changed and not fits:
+        problems.append(
+            f"{len(changed)} ranks had been added or removed; that is forgotten, for the service "
+            "file names other ranks or groups now"
+        )
+    return ranks if fits else ()
+
+
+def _told_by_shards(settings: ControllerSettings, adopted: Adopted) -> Sequence[RankState]:
+    """Added ranks by the shards that live; a number between them whose shard does not is left
+    free."""
+    first = len(settings.ranks)
+    infos = {part.info.rank: part.info for part in adopted.shards if part.info.rank >= first}
+    told = []
+    for rank in range(first, 1 + max(infos, default=first - 1)):
+        info = infos.get(rank)
+        told.append(
+            RankState(
+                rank=rank,
+                node="" if info is None else info.node,
+                failure_domain="" if info is None else info.failure_domain,
+                profile=settings.profiles[0].name if info is None else info.profile,
+                num_slots=0 if info is None else info.num_slots,
+                budget_bytes=0 if info is None else info.budget_bytes,
+                status=RankStatus.REMOVED if info is None else RankStatus.EXPECTED,
+                group=0 if info is None else max(0, info.group),
+                only_node="" if info is None else info.only_node,
+            )
+        )
+    return told
 
 
 def _starts(earlier: Starts, counts_as_start: bool) -> Starts:
@@ -219,8 +283,9 @@ def _restarts(settings: ControllerSettings, starts: Starts) -> int:
 def _fits(settings: ControllerSettings, adopted: Adopted) -> bool:
     spec = settings.spec
     return all(
-        part.info.rank < len(settings.ranks)
+        (part.info.rank < len(settings.ranks) or part.info.group >= 0)
         and part.info.slot_bytes == spec.slot_bytes
+        and part.info.weights_version in ("", spec.weights_version)
         and all(
             s.layer < spec.num_layers and s.expert < spec.num_experts for s in part.info.resident
         )

@@ -32,7 +32,7 @@ from moe_serve.controller.parts import (
 from moe_serve.controller.settings import SupervisionLimits
 from moe_serve.controller.tasks import Tasks
 from moe_serve.errors import MoeServeError, StaleTerm, StartRefused
-from moe_serve.ports import Fleet
+from moe_serve.ports import FILE_PLACE, Fleet, RankPlace
 from placement.messages.events import AnyEvent, RouterJoined
 
 PAUSE_MAX_S = 30.0
@@ -58,7 +58,8 @@ class Welcome(Protocol):
 
 
 class PartCreator:
-    """Creates the parts of one life. `host` is called with each part that answers."""
+    """Creates the parts of one life. `host` is called with each part that answers. `rank_place`:
+    where a rank's shard belongs now, None where it is to have none."""
 
     def __init__(  # noqa: PLR0913  # it meets fleet, journal and driver
         self,
@@ -75,10 +76,12 @@ class PartCreator:
         post: Callable[[AnyEvent], Awaitable[None]],
         fenced: Callable[[StaleTerm], None],
         router_ports: Mapping[str, int],
+        rank_place: Callable[[int], RankPlace | None],
     ) -> None:
         self._service_id = service_id
         self._fleet = fleet
         self._router_ports = dict(router_ports)
+        self._rank_place = rank_place
         self._journal = journal
         self._clock = clock
         self._parts = parts
@@ -102,6 +105,16 @@ class PartCreator:
     def replace_router(self, router: str) -> None:
         """Create a router, ending the life there was."""
         self._make(PartKind.ROUTER, router, self._parts.routers.get(router))
+
+    def end_shard(self, rank: int) -> None:
+        """End a rank's shard, or the one that is being made; there is none afterwards."""
+        part = self._parts.shards.get(rank)
+        if part is not None:
+            self._parts.drop(part)
+            self._host.farewell(part)
+        self._parts.forget_problem(f"rank {rank}")
+        for name in self._names_of(PartKind.SHARD, str(rank)):
+            self._tasks.spawn(self.end_stranger(name))
 
     async def end(self, name: str) -> None:
         """End a part and forget its name."""
@@ -148,8 +161,13 @@ class PartCreator:
             while True:
                 try:
                     await self._end_earlier(kind, place)
+                    if not self._wanted(kind, place):
+                        return
                     async with self._room:
                         part = await self._try(kind, place)
+                    if not self._wanted(kind, place):
+                        await self._end_earlier(kind, place)
+                        return
                 except StaleTerm as error:
                     self._fenced(error)
                     return
@@ -184,10 +202,17 @@ class PartCreator:
         with contextlib.suppress(JournalFull):  # its next life may listen elsewhere, that is all
             await self._journal.note_router_port(part.name.place, port)
 
+    def _wanted(self, kind: PartKind, place: str) -> bool:
+        return kind is not PartKind.SHARD or self._rank_place(int(place)) is not None
+
+    def _names_of(self, kind: PartKind, place: str) -> list[str]:
+        """Lives of the place that the journal names."""
+        begin = f"{self._service_id}:{kind}:{place}:"
+        return [name for name in self._parts.names if name.startswith(begin)]
+
     async def _end_earlier(self, kind: PartKind, place: str) -> None:
         """End every earlier life of the place that the journal names."""
-        earlier = f"{self._service_id}:{kind}:{place}:"
-        for name in [n for n in self._parts.names if n.startswith(earlier)]:
+        for name in self._names_of(kind, place):
             await self.end(name)
 
     async def _try(self, kind: PartKind, place: str) -> AnyPart:
@@ -196,7 +221,8 @@ class PartCreator:
         self._parts.names[str(name)] = None
         await self._journal.commit([part_row(str(name), self._clock.now_s())])
         if kind is PartKind.SHARD:
-            shard = await self._fleet.create_shard(str(name), name.rank, incarnation)
+            belongs = self._rank_place(name.rank) or FILE_PLACE
+            shard = await self._fleet.create_shard(str(name), name.rank, incarnation, belongs)
             await self._still_ours(str(name))
             return shard_part(name, shard, await shard.describe(), self._clock.now_s())
         last_port = self._router_ports.get(place, 0)
@@ -215,6 +241,8 @@ class PartCreator:
             raise StaleTerm(f"term {claimed} was claimed while {name} was created", term=claimed)
 
     def _note(self, kind: PartKind, place: str, error: MoeServeError) -> None:
+        if not self._wanted(kind, place):
+            return
         where = place_of(PartName(self._service_id, kind, place, 0))
         self._parts.problems[where] = f"{where} does not start: {error.message}"
         if isinstance(error, StartRefused) and not isinstance(error, JournalFull):

@@ -39,13 +39,14 @@ from moe_serve.controller.journal_rows import (
 from moe_serve.controller.journal_store import JournalFull
 from moe_serve.controller.tasks import Bell
 from moe_serve.errors import FailedPrecondition, ResourceExhausted, Unavailable
-from placement.engine import Durability, RebalanceEngine
+from placement.engine import Durability, EngineFacts, RebalanceEngine
 from placement.messages.codec import encode
 from placement.messages.effects import (
     Answer,
     AnyCommand,
     Effects,
     PublishTable,
+    ShardCommand,
     WakeAt,
 )
 from placement.messages.events import (
@@ -54,6 +55,9 @@ from placement.messages.events import (
     BudgetAsked,
     DrainAsked,
     PauseAsked,
+    RankAddAsked,
+    RankRemoveAsked,
+    RankReplaceAsked,
     ResumeAsked,
     TimerFired,
     UndrainAsked,
@@ -71,7 +75,16 @@ FULL_RETRY_S = 1.0
 OWN_REQUEST = 0
 """Number of requests the controller makes of its own engine; nobody waits for the answer."""
 
-_MOVING = (ApplyAsked, BudgetAsked, DrainAsked, UndrainAsked, ResumeAsked)
+_MOVING = (
+    ApplyAsked,
+    BudgetAsked,
+    DrainAsked,
+    UndrainAsked,
+    RankAddAsked,
+    RankRemoveAsked,
+    RankReplaceAsked,
+    ResumeAsked,
+)
 """Operators' requests that move something, or let something move."""
 
 
@@ -107,8 +120,10 @@ class Driver:
         parts: Callable[[], tuple[str, ...]],
         fail_points: FailPoints,
         snapshot_every: int,
+        facts: EngineFacts | None = None,
     ) -> None:
         self.engine = engine
+        self._facts = facts
         self._journal = journal
         self._clock = clock
         self._executor = executor
@@ -205,7 +220,11 @@ class Driver:
             self._wake_at_s = NEVER_S
         if isinstance(event, WindowClosed):
             self._book.window = event.window
+            if self._facts is not None:
+                self._facts.folded(event.window)
         effects = self.engine.step(event)
+        if self._facts is not None:
+            self._facts.stepped(event, effects)
         self._book.add(effects.records)
         self._figures.decided(effects.records)
         if isinstance(event, WindowClosed):
@@ -239,7 +258,7 @@ class Driver:
             self._book.epochs_published = published
             self._disk_full(error)
             return None
-        self._durable.written(effects)
+        self._written(effects)
         return effects
 
     async def _write_and_execute(self, effects: Effects, at_s: float) -> None:
@@ -258,8 +277,13 @@ class Driver:
                 if effects.transitions:
                     return
             else:
-                self._durable.written(effects)
+                self._written(effects)
         self._carry_out(effects)
+
+    def _written(self, effects: Effects) -> None:
+        self._durable.written(effects)
+        if self._facts is not None:
+            self._facts.written(effects)
 
     def _carry_out(self, effects: Effects) -> None:
         """Do what is on disk."""
@@ -317,6 +341,8 @@ class Driver:
                 if followed:
                     self._fail_points.at_publish("after")
             else:
+                if self._facts is not None and isinstance(command, ShardCommand):
+                    self._facts.sent(command)
                 self._executor.start(command)
 
     def _disk_full(self, error: JournalFull) -> None:
@@ -360,6 +386,8 @@ class Driver:
             return
         self._retry_at_s, self.problem = NEVER_S, ""
         for effects in self._durable.all_written(self.engine, at_s):
+            if self._facts is not None:
+                self._facts.written(effects)
             self._execute(effects)
         if self._paused_here:
             self._post_soon(ResumeAsked(at_s=0.0, request_id=OWN_REQUEST))

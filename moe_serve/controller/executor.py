@@ -25,6 +25,7 @@ from placement.messages.effects import (
     AnyCommand,
     ComputeTarget,
     CopyExpert,
+    EndRank,
     ReleaseSlot,
     ReplaceRank,
     ReplaceRouter,
@@ -47,6 +48,10 @@ class PartMaker(Protocol):
 
     def replace_shard(self, rank: int, lost_incarnation: int) -> None:
         """Create a new shard for a rank, ending the lost one."""
+        ...
+
+    def end_shard(self, rank: int) -> None:
+        """End a rank's shard and create none."""
         ...
 
     def replace_router(self, router: str) -> None:
@@ -99,6 +104,8 @@ class CommandExecutor:
             self._tasks.spawn(self._compute(command))
         elif isinstance(command, ReplaceRank):
             self._maker.replace_shard(command.rank, command.lost_incarnation)
+        elif isinstance(command, EndRank):
+            self._maker.end_shard(command.rank)
         elif isinstance(command, ReplaceRouter):
             self._maker.replace_router(command.router)
         else:

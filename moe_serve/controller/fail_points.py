@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from placement.messages.effects import Transition
 
@@ -17,12 +17,17 @@ def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class FailPoints:
-    """`point`: see `ControllerSettings.fail_point`. `crash` is called once, at the point; it does
-    not return, or raises."""
+def point_of_term(points: Sequence[str], term: int) -> str:
+    """Where the controller of a term dies, by `ControllerSettings.fail_points`; "" = nowhere."""
+    return points[term - 1] if term <= len(points) else ""
 
-    def __init__(self, point: str | None, crash: Callable[[], None] = kill_self) -> None:
-        words = (point or "").split(":")
+
+class FailPoints:
+    """`point`: one of `ControllerSettings.fail_points`. `crash` is called once, at the point; it
+    does not return, or raises."""
+
+    def __init__(self, point: str, crash: Callable[[], None] = kill_self) -> None:
+        words = point.split(":")
         self._when = words[0]
         self._what = tuple(words[1:])
         self._crash = crash

@@ -83,8 +83,13 @@ class Figures:
         metrics.set("moves_under_way", len(self._began))
         self._placement(state)
         self._load(state, window)
+        metrics.set("copying_bytes", self._copying_bytes())
         for rank in state.ranks:
             self._rank(rank)
+
+    def _copying_bytes(self) -> int:
+        reports = [part.report for part in self._parts.shards.values() if part.report is not None]
+        return sum(c.total_bytes - c.done_bytes for report in reports for c in report.copies)
 
     def _stall(self, record: DecisionRecord) -> None:
         # One plan may leave two records: that it stands still, and that it was aborted for it.
@@ -149,3 +154,4 @@ class Figures:
             held = report.resident_bytes + report.reserved_bytes
             metrics.set("rank_weight_bytes", held, rank=number)
             metrics.set("rank_backlog_seconds", report.backlog_s, rank=number)
+            metrics.set("rank_fragmentation_ratio", report.memory.fragmentation, rank=number)

@@ -94,12 +94,14 @@ class Journal:
         self._term = term
 
     async def note_admin_port(self, port: int) -> None:
-        """Remember where the admin port is."""
-        await self._call(lambda s: s.state.set_meta(admin_port=str(port)))
+        """Remember where the admin port is. Raises StaleTerm, JournalFull."""
+        term = self._term
+        await self._call(lambda s: s.state.set_meta(term, admin_port=str(port)))
 
     async def note_router_port(self, router: str, port: int) -> None:
-        """Remember where a router listens."""
-        await self._call(lambda s: s.state.set_meta(**{f"{ROUTER_PORT}{router}": str(port)}))
+        """Remember where a router listens. Raises StaleTerm, JournalFull."""
+        term = self._term
+        await self._call(lambda s: s.state.set_meta(term, **{f"{ROUTER_PORT}{router}": str(port)}))
 
     async def mark_closed(self) -> None:
         """The service is ended on purpose: the next start takes only the numbers from here."""

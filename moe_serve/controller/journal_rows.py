@@ -5,6 +5,7 @@ Responsible for their bytes. Must never open a file. Called by journal, and by w
 
 from __future__ import annotations
 
+import struct
 import zlib
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -72,13 +73,15 @@ class Row:
 
     @property
     def checksum(self) -> int:
-        """CRC-32 of kind and bytes."""
-        return checksum(self.kind, self.body)
+        """CRC-32 of all three."""
+        return checksum(self.kind, self.at_s, self.body)
 
 
-def checksum(kind: str, body: bytes) -> int:
-    """CRC-32 of a row: zlib's, of the kind's text and the bytes."""
-    return zlib.crc32(body, zlib.crc32(kind.encode()))
+def checksum(kind: str, at_s: float, body: bytes) -> int:
+    """CRC-32 of a row: zlib's, of the kind's text, the time's eight bytes (IEEE 754, little-endian)
+    and the bytes."""
+    time = struct.pack("<d", at_s + 0.0)  # SQLite keeps no sign of zero
+    return zlib.crc32(body, zlib.crc32(time, zlib.crc32(kind.encode())))
 
 
 def snapshot_row(snapshot: StateSnapshot) -> Row:

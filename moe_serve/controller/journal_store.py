@@ -16,7 +16,7 @@ from moe_serve.controller.journal_rows import Row, RowKind, checksum, is_time
 from moe_serve.controller.journal_wal import lost_commits
 from moe_serve.errors import MoeServeError, StaleTerm, StartRefused
 
-FORMAT = "4"
+FORMAT = "5"
 STATE_FILE = "state.db"
 INPUTS_FILE = "inputs.db"
 STARTS_KEPT = 16
@@ -100,9 +100,10 @@ class StateStore:
         """All settings of the journal itself, by key."""
         return _meta(self._db)
 
-    def set_meta(self, **values: str) -> None:
-        """Change settings of the journal, in one transaction."""
-        self._transact(term=None, rows=(), meta=values)
+    def set_meta(self, term: int | None = None, /, **values: str) -> None:
+        """Change settings of the journal, in one transaction. Raises StaleTerm where `term` is
+        given and another controller owns the journal now, JournalFull."""
+        self._transact(term=term, rows=(), meta=values)
 
     def append(self, term: int, rows: Sequence[Row]) -> None:
         """Append rows in one transaction, on disk when this returns; a snapshot lets rows before
@@ -167,7 +168,7 @@ class StateStore:
             last = seq
             # Columns of SQLite hold values of any type, whatever they were declared as.
             typed = isinstance(at_s, float) and isinstance(body, bytes)
-            if kind in set(RowKind) and typed and checksum(kind, body) == crc:
+            if kind in set(RowKind) and typed and checksum(kind, at_s, body) == crc:
                 rows.append(Row(RowKind(kind), at_s, body))
             else:
                 bad.append(seq)

@@ -15,17 +15,20 @@ from moe_serve.controller.book import Book
 from moe_serve.controller.creation import PartCreator, end_parts
 from moe_serve.controller.driver import Driver
 from moe_serve.controller.executor import CommandExecutor
+from moe_serve.controller.facts import ControllerFacts
 from moe_serve.controller.fail_points import FailPoints
 from moe_serve.controller.figures import Figures
 from moe_serve.controller.journal_rows import snapshot_row
+from moe_serve.controller.names import PartName
 from moe_serve.controller.parts import AnyPart, PartTable, ShardPart
 from moe_serve.controller.polls import Polls
 from moe_serve.controller.publisher import Publisher
+from moe_serve.controller.rolling import RouterReplacement
 from moe_serve.controller.settings import ControllerSettings
 from moe_serve.controller.supervision import Supervision
 from moe_serve.controller.tasks import Bell, Tasks
 from moe_serve.errors import StaleTerm
-from moe_serve.ports import Fleet
+from moe_serve.ports import Fleet, RankPlace
 from moe_serve.telemetry import Metrics
 from placement.engine.state import RankStatus
 from placement.load import LoadFolder
@@ -36,7 +39,7 @@ from placement.messages.events import AnyEvent, RankLost, RouterLeft
 class Life:
     """`open` first, then `run` until it ends; `stop` in any case."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # everything of a term is wired here
         self,
         settings: ControllerSettings,
         fleet: Fleet,
@@ -47,7 +50,9 @@ class Life:
         fail_points: FailPoints,
         log: structlog.typing.FilteringBoundLogger,
         metrics: Metrics,
+        facts: ControllerFacts | None = None,
     ) -> None:
+        self._facts = facts
         self.settings = settings
         self.beginning = beginning
         self.journal = beginning.journal
@@ -76,9 +81,15 @@ class Life:
             ),
         )
         self.publisher = Publisher(
-            self.parts, self._tasks, self._post, self._fenced, limits.call_timeout_s
+            self.parts,
+            self._tasks,
+            self._post,
+            self._fenced,
+            limits.call_timeout_s,
+            None if facts is None else facts.engine,
         )
         self.creator = self._creator()
+        self._routers = self._replacement()
         self._executor = CommandExecutor(
             self.term,
             config,
@@ -104,6 +115,7 @@ class Life:
             parts=lambda: tuple(self.parts.names),
             fail_points=fail_points,
             snapshot_every=settings.journal.snapshot_every,
+            facts=None if facts is None else facts.engine,
         )
 
     def _folder(self) -> LoadFolder:
@@ -111,7 +123,7 @@ class Life:
         return LoadFolder(
             num_layers=spec.num_layers,
             num_experts=spec.num_experts,
-            num_ranks=len(self.settings.ranks),
+            num_ranks=len(self.beginning.engine.state.ranks),
             window_s=config.window_s,
             sub_windows=config.sub_windows,
             start_s=self.clock.now_s(),
@@ -131,7 +143,27 @@ class Life:
             post=self._post,
             fenced=self._fenced,
             router_ports=self.beginning.router_ports,
+            rank_place=self._rank_place,
         )
+
+    def _replacement(self) -> RouterReplacement:
+        return RouterReplacement(
+            self.settings.service_id,
+            self._fleet,
+            parts=self.parts,
+            host=self.supervision,
+            post=self._post,
+            serves=self._router_serves,
+        )
+
+    def _router_serves(self, router: str) -> bool:
+        known = self.driver.engine.state.routers.get(router)
+        part = self.parts.routers.get(router)
+        return part is not None and known is not None and known.in_set and part.applied >= 0
+
+    async def replace_router(self, router: str, incarnation: int, *, accept_gap: bool) -> str:
+        """See `RouterReplacement.replace`."""
+        return await self._routers.replace(router, incarnation, accept_gap=accept_gap)
 
     def _polls(self, folder: LoadFolder) -> Polls:
         return Polls(
@@ -145,6 +177,7 @@ class Life:
             host=self.supervision,
             post=self._post,
             fenced=self._fenced,
+            router_heard=None if self._facts is None else self._facts.router_heard,
         )
 
     async def run(self) -> None:
@@ -159,14 +192,16 @@ class Life:
         self._tasks.spawn(self.supervision.close_windows(window_s, first_index, self._post))
         raise await self._tasks.failure()
 
-    async def stop(self) -> None:
-        """End every task and close the journal. Parts live on."""
+    async def stop(self, cause: str = "left") -> None:
+        """End every task and close the journal. Parts live on. cause: for the history."""
         if self._ended:
             return
         self._ended = True
         try:
             await self._tasks.stop()
         finally:  # also where whoever stops us is stopped
+            if self._facts is not None:
+                self._facts.died(cause)
             await self.journal.close()
 
     async def end_parts(self, grace_s: float) -> list[str]:
@@ -191,10 +226,12 @@ class Life:
             owner=self.beginning.owner,
             starts=self.beginning.starts,
         )
+        if self._facts is not None:
+            self._facts.began()
 
     async def _start_parts(self) -> None:
         """Adopted parts first, then what the engine must know to be gone, then what is missing."""
-        for name in self.beginning.adopted.to_end:
+        for name in [*self.beginning.adopted.to_end, *map(str, self._of_removed())]:
             # Beside the rest: the cluster's head may be away, and those who serve do not wait.
             self._tasks.spawn(self.creator.end_stranger(name))
         for part in self._found():
@@ -202,9 +239,8 @@ class Life:
             self.parts.add(part)
             await self.creator.introduce(part)
         await self._tell_gone()
-        for rank in self.settings.ranks:
-            state = self.driver.engine.state.ranks[rank.rank]
-            if rank.rank not in self.parts.shards and not state.draining:
+        for rank in self.driver.engine.state.ranks:
+            if rank.rank not in self.parts.shards and not rank.draining:
                 self.creator.replace_shard(rank.rank, -1)
         for router in self.settings.routers:
             if router not in self.parts.routers:
@@ -214,11 +250,24 @@ class Life:
         """Adopted parts that have a place here. Routers first: a removal goes on once its rank is
         heard of, and must find every router there is in the acknowledging set."""
         adopted = self.beginning.adopted
-        ranks = len(self.settings.ranks)
         return [
             *(part for part in adopted.routers if part.name.place in self.settings.routers),
-            *(part for part in adopted.shards if part.name.rank < ranks),
+            *(p for p in adopted.shards if self._rank_place(p.name.rank) is not None),
         ]
+
+    def _of_removed(self) -> list[PartName]:
+        """Shards of ranks that have left, which nobody has ended yet."""
+        ranks = self.beginning.engine.state.ranks
+        names = [part.name for part in self.beginning.adopted.shards]
+        removed = {rank.rank for rank in ranks if rank.status is RankStatus.REMOVED}
+        return [name for name in names if name.rank in removed]
+
+    def _rank_place(self, rank: int) -> RankPlace | None:
+        """Where a rank's shard belongs, None where no such rank is served."""
+        ranks = self.beginning.engine.state.ranks
+        if rank >= len(ranks) or ranks[rank].status is RankStatus.REMOVED:
+            return None
+        return RankPlace(ranks[rank].group, ranks[rank].only_node)
 
     def _names(self) -> list[str]:
         """Parts to be remembered: those of the journal, and those adopted without one."""

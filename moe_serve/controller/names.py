@@ -68,6 +68,11 @@ class Incarnations:
     def __init__(self, term: int) -> None:
         self._next = term * INCARNATIONS_PER_TERM
 
+    @staticmethod
+    def last_before(term: int) -> int:
+        """Greatest number that a controller of a lower term may have given."""
+        return term * INCARNATIONS_PER_TERM
+
     def next(self) -> int:
         """A number never given before."""
         self._next += 1

@@ -85,16 +85,22 @@ class PartTable:
     problems: dict[str, str] = field(default_factory=dict)
     refusals: dict[str, int] = field(default_factory=dict)
     """Times in a row a part refused to start, by place."""
+    addresses: dict[str, str] = field(default_factory=dict)
+    """Where each router listens, or did last, by its name."""
 
     def add(self, part: AnyPart) -> None:
         """A part answers from now on."""
-        place = place_of(part.name)
-        self.problems.pop(place, None)
-        self.refusals.pop(place, None)
+        self.forget_problem(place_of(part.name))
         if isinstance(part, ShardPart):
             self.shards[part.name.rank] = part
         else:
             self.routers[part.name.place] = part
+            self.addresses[part.name.place] = part.info.grpc_address
+
+    def forget_problem(self, place: str) -> None:
+        """Nothing is wrong at the place any more, or nobody is wanted there."""
+        self.problems.pop(place, None)
+        self.refusals.pop(place, None)
 
     def holds(self, part: AnyPart) -> bool:
         """Whether this life of the part is still the one that counts."""
@@ -116,8 +122,10 @@ class PartTable:
             del self.routers[part.name.place]
 
     def peers(self) -> tuple[str, ...]:
-        """gRPC addresses of all routers, in order of name."""
-        return tuple(self.routers[name].info.grpc_address for name in sorted(self.routers))
+        """gRPC addresses of all routers, in order of name. One that is being made again counts: it
+        will listen where it did, and a front end that forgot it meanwhile would have nowhere to go
+        should the others fail next."""
+        return tuple(self.addresses[name] for name in sorted(self.addresses))
 
     def suspects(self) -> tuple[int, ...]:
         """Ranks whose shard is suspected now, in order."""
@@ -140,6 +148,8 @@ def rank_joined(info: ShardInfo) -> RankJoined:
         num_slots=info.num_slots,
         address=info.address,
         resident=info.resident,
+        group=info.group,
+        only_node=info.only_node,
     )
 
 

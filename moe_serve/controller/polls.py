@@ -71,7 +71,9 @@ class Polls:
         host: Host,
         post: Callable[[AnyEvent], Awaitable[None]],
         fenced: Callable[[StaleTerm], None],
+        router_heard: Callable[[str, int], None] | None = None,
     ) -> None:
+        self._router_heard = router_heard
         self._fleet = fleet
         self._term = term
         self._config = config
@@ -210,6 +212,8 @@ class Polls:
         part.heard_s = now_s
         part.report = report
         name = part.name.place
+        if self._router_heard is not None:
+            self._router_heard(name, part.name.incarnation)
         if part.silent:
             # Registers again first: what it said before no longer counts.
             part.silent = False

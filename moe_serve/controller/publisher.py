@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from moe_serve.controller.parts import AnyPart, PartTable, RouterPart, ShardPart
 from moe_serve.controller.tasks import Bell, Tasks
 from moe_serve.errors import MoeServeError, StaleTerm
+from placement.engine import EngineFacts
 from placement.messages.events import AnyEvent, TableApplied
 from placement.routing import RoutingTable
 
@@ -31,7 +32,9 @@ class Publisher:
         post: Callable[[AnyEvent], Awaitable[None]],
         fenced: Callable[[StaleTerm], None],
         call_timeout_s: float,
+        facts: EngineFacts | None = None,
     ) -> None:
+        self._facts = facts
         self._parts = parts
         self._tasks = tasks
         self._post = post
@@ -46,6 +49,8 @@ class Publisher:
         if not table.is_newer(self.newest):
             return
         self.newest = table
+        if self._facts is not None:
+            self._facts.published(table)
         self._changed.ring()
 
     def follow(self, part: AnyPart) -> None:

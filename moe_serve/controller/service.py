@@ -16,7 +16,8 @@ from moe_serve.controller.admin_server import AdminServer
 from moe_serve.controller.beginning import begin
 from moe_serve.controller.book import Book
 from moe_serve.controller.creation import end_parts
-from moe_serve.controller.fail_points import FailPoints, kill_self
+from moe_serve.controller.facts import ControllerFacts
+from moe_serve.controller.fail_points import FailPoints, kill_self, point_of_term
 from moe_serve.controller.journal import open_journal
 from moe_serve.controller.life import Life
 from moe_serve.controller.settings import ControllerSettings
@@ -31,11 +32,14 @@ from moe_serve.errors import (
 )
 from moe_serve.ports import Fleet
 from moe_serve.telemetry import Metrics, NullSink, make_logger
+from moe_serve.telemetry.fact_log import open_log
 
 FENCED_PAUSE_S = 1.0
 """Wait before a fenced controller claims again; doubles with each fence in a row, up to 60 s, so
 that two of them do not chase each other."""
 FENCED_PAUSE_MAX_S = 60.0
+RESTART_PAUSE_S = 0.2
+"""Time for an answer to leave before the controller ends on request."""
 TRACE_LINES_MAX = 24
 """Entries of a trace in the log."""
 CALM_S = 120.0
@@ -69,6 +73,7 @@ class ControllerService:
         self._on_fatal = on_fatal
         self._metrics = metrics or Metrics(NullSink())
         self._log = make_logger(part="controller", service=settings.service_id)
+        self._history = open_log(settings.history_dir, "controller")
         self._serve_admin = serve_admin
         self._starting = asyncio.Lock()
         self._life: Life | None = None
@@ -77,6 +82,7 @@ class ControllerService:
         self._bell: Bell | None = None
         self._started_s = 0.0
         self._ended = False
+        self._restarting: asyncio.Task[None] | None = None
         self._fault = ""
         """Why there is no life, "" where there is one or it is not known."""
 
@@ -173,6 +179,20 @@ class ControllerService:
         life, self._life = self._life, None
         if life is not None:
             await life.stop()
+        if self._history is not None:
+            self._history.close()
+
+    def restart_soon(self) -> None:
+        """End this controller's process, parts and journal as they are; whoever runs it starts it
+        again. Who asked hears of it first."""
+        if self._restarting is None:
+            self._restarting = asyncio.create_task(self._restart())
+
+    async def _restart(self) -> None:
+        await asyncio.sleep(RESTART_PAUSE_S)
+        self._log.info("controller ends to be started again")
+        await self.stop()
+        self._on_fatal(Unavailable("restarted on request"))
 
     async def down(self, grace_s: float = 5.0) -> list[str]:
         """End every part of the service and close the journal for good. grace_s: for the calls that
@@ -193,11 +213,17 @@ class ControllerService:
     async def _end_parts_without_life(self, grace_s: float) -> list[str]:
         """`Life.end_parts` before the first life, between two, or after the last."""
         settings = self.settings
-        names = await end_parts(self._fleet, settings.service_id, (), grace_s=grace_s)
-        journal, _image = await open_journal(
-            settings.state_dir, settings.service_id, settings.journal
-        )
         try:
+            journal, image = await open_journal(
+                settings.state_dir, settings.service_id, settings.journal
+            )
+        except (MoeServeError, OSError) as error:
+            # Damaged, or the disk is full or away: what lives is ended all the same. The next start
+            # says what is wrong with it.
+            self._log.warning("the journal could not be closed", reason=str(error))
+            return await end_parts(self._fleet, settings.service_id, (), grace_s=grace_s)
+        try:
+            names = await end_parts(self._fleet, settings.service_id, image.parts, grace_s=grace_s)
             await journal.mark_closed()
         finally:
             await journal.close()
@@ -258,7 +284,7 @@ class ControllerService:
             term_seen=term_seen,
             counts_as_start=counts_as_start,
         )
-        armed = self.settings.fail_point if beginning.term == self.settings.fail_term else None
+        armed = point_of_term(self.settings.fail_points, beginning.term)
         life = Life(
             self.settings,
             self._fleet,
@@ -268,6 +294,11 @@ class ControllerService:
             fail_points=FailPoints(armed, self._crash),
             log=self._log,
             metrics=self._metrics,
+            facts=(
+                None
+                if self._history is None
+                else ControllerFacts(self._history, self.settings, beginning)
+            ),
         )
         try:
             await life.open()
@@ -292,7 +323,7 @@ class ControllerService:
                 await life.run()
             except StaleTerm as error:
                 self._life = None
-                await life.stop()
+                await life.stop("fenced")
                 fences = 1 if life.clock.now_s() - began_s > CALM_S else fences + 1
                 self._log.warning("controller was fenced", term=life.term, by_term=error.term)
                 life = await self._begin_again(error.term, fences)
@@ -306,7 +337,7 @@ class ControllerService:
                 # frames are last.
                 trace = traceback.format_exception(error)[-TRACE_LINES_MAX:]
                 self._log.error("controller cannot go on", term=life.term, trace=trace)
-                await life.stop()
+                await life.stop(f"fault of ours: {type(error).__name__}")
                 self._on_fatal(error)
                 return
 

@@ -31,6 +31,14 @@ class ExpectedRank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankKind:
+    """A group of the service file, of which ranks may be added: what each of them is like."""
+
+    profile: str
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisionLimits:
     """How often parts are asked, and how long they may be silent. Seconds."""
 
@@ -85,9 +93,12 @@ class ControllerSettings:
     config: RebalanceConfig
     """How placement is decided."""
     ranks: tuple[ExpectedRank, ...]
-    """Ranks 0..n-1, in order."""
+    """Ranks 0..n-1 that the service file names, in order. Operators may add others and remove any:
+    the engine's state says which there are."""
     profiles: tuple[DeviceProfile, ...]
     """Device figures that ranks name."""
+    groups: tuple[RankKind, ...] = ()
+    """Groups of the service file in their order; () = no rank may be added."""
     num_routers: int = 1
     """Routers named router-0..router-(n-1)."""
     cross_node_bytes_per_s: float = 1e9
@@ -125,18 +136,21 @@ class ControllerSettings:
     restarts_max: int = 5
     """Restarts within `restarts_within_s` after which the controller starts paused."""
     restarts_within_s: float = 600.0
-    fail_point: str | None = None
-    """For tests: `before:KIND:STATE` or `after:KIND:STATE` ends the process before or after the
-    commit of the first transition into that state (`after:add:copying`), `before:publish` or
-    `after:publish` around sending a table that followed a transition."""
-    fail_term: int = 1
-    """The only term in which `fail_point` holds."""
+    fail_points: tuple[str, ...] = ()
+    """For tests, the n-th for the controller of term n, "" = none: `before:KIND:STATE` or
+    `after:KIND:STATE` ends the process before or after the commit of the first transition into that
+    state (`after:add:copying`), `before:publish` or `after:publish` around sending a table that
+    followed a transition."""
+    history_dir: str = ""
+    """Folder of the history, for tests: facts are noted there (`telemetry.fact_log`); "" = none
+    are."""
 
     def __post_init__(self) -> None:
         if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:
             raise StartRefused("ranks must be 0..n-1 in order, at least one; check fleet.ranks")
         known = {profile.name for profile in self.profiles}
-        unknown = sorted({r.profile for r in self.ranks} - known)
+        named = {r.profile for r in self.ranks} | {group.profile for group in self.groups}
+        unknown = sorted(named - known)
         if unknown:
             raise StartRefused(f"ranks name device profiles {unknown}, which are not declared")
         if self.num_routers < 1:

@@ -73,6 +73,7 @@ class Supervision:
         assert self.publisher is not None, "the publisher is not wired yet"
         self.publisher.follow(part)
         if isinstance(part, ShardPart):
+            self._folder.hold_ranks(part.name.rank + 1)
             self._tasks.spawn(self.polls.report_shard(part))
             self._tasks.spawn(self.polls.probe_shard(part))
         else:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from moe_serve.controller.book import Book, KeptMove, KeptRecord
 from moe_serve.controller.parts import PartTable
 from moe_serve.controller.settings import ControllerSettings
+from moe_serve.ports import RunningCopy, ShardMemory
 from moe_serve.rpc import placement_pb2 as pb
 from placement.engine import EngineState
 from placement.engine.stall import stalled
@@ -139,7 +140,9 @@ def _problems(sight: Sight, missing: list[int]) -> list[str]:
             " calls that need them fail until they are repaired"
         )
     for rank in state.ranks:
-        if rank.status is RankStatus.LOST:
+        if rank.status is RankStatus.LOST and rank.draining:
+            found.append(f"rank {rank.rank} was lost while drained; undrain it for a new shard")
+        elif rank.status is RankStatus.LOST:
             found.append(f"rank {rank.rank} is lost; a new shard is being created")
         elif rank.suspected_at_s != NEVER_S:
             part = sight.parts.shards.get(rank.rank)
@@ -192,10 +195,38 @@ def _rank(sight: Sight, rank: RankState, steps: dict[tuple[int, int], StepRun]) 
         ],
         pid=0 if part is None else part.info.pid,
         profile=rank.profile,
+        memory=None if report is None else _memory(report.memory),
+        copies=[] if report is None else [_copy(one) for one in report.copies],
+    )
+
+
+def _memory(memory: ShardMemory) -> pb.RankMemory:
+    return pb.RankMemory(
+        slab_bytes=memory.slab_bytes,
+        free_bytes=memory.free_bytes,
+        largest_free_run_bytes=memory.largest_free_run_bytes,
+        loaded_bytes=memory.loaded_bytes,
+        process_bytes=memory.process_bytes,
+        host_cache_bytes=memory.host_cache_bytes,
+    )
+
+
+def _copy(copy: RunningCopy) -> pb.RunningCopy:
+    return pb.RunningCopy(
+        step_id=copy.step_id,
+        slot=copy.slot,
+        layer=copy.layer,
+        expert=copy.expert,
+        source=copy.source,
+        done_bytes=copy.done_bytes,
+        total_bytes=copy.total_bytes,
+        seconds=copy.seconds,
     )
 
 
 def _rank_state(rank: RankState) -> str:
+    if rank.status is RankStatus.REMOVED:
+        return "removed"
     if rank.status in (RankStatus.LOST, RankStatus.EXPECTED):
         return "lost"
     if rank.status is RankStatus.RESTORED or rank.suspected_at_s != NEVER_S:

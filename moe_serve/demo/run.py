@@ -27,6 +27,7 @@ from moe_serve.bootstrap.parts import checkpoint_folder, moe_spec
 from moe_serve.bootstrap.record import service_dir
 from moe_serve.bootstrap.service import Deployed, command_connected, deploy, undeploy
 from moe_serve.bootstrap.signals import end_as_interrupted
+from moe_serve.bootstrap.watchdog import watched
 from moe_serve.config import ServiceConfig, parse_config
 from moe_serve.demo.front_end import (
     FailedLine,
@@ -140,7 +141,7 @@ def run_demo(options: DemoOptions) -> int:
 @contextlib.contextmanager
 def _service(options: DemoOptions, screen: Screen) -> Iterator[tuple[ServiceConfig, Deployed]]:
     """The demo's own cluster and service, ended in any case."""
-    with tempfile.TemporaryDirectory(prefix="moe-demo-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="moe-demo-") as scratch, _watched(scratch):
         data = resources.files("moe_serve.demo").joinpath("demo.yaml").read_bytes()
         config = parse_config(data, "demo.yaml").model_copy(
             update={"state_dir": Path(scratch) / "state", "dashboard": options.dashboard}
@@ -148,7 +149,7 @@ def _service(options: DemoOptions, screen: Screen) -> Iterator[tuple[ServiceConf
         screen.banner(config)
         ensure_auth(service_dir(config.service, config.state_dir))
         screen.note("starting Ray as two logical nodes on this machine")
-        cluster = start_local_ray(Path(scratch) / "ray", labels=NODES)
+        cluster = start_local_ray(_ray_dir(scratch), labels=NODES)
         try:
             with command_connected(cluster.address):
                 _wait_for_nodes(len(NODES))
@@ -160,6 +161,15 @@ def _service(options: DemoOptions, screen: Screen) -> Iterator[tuple[ServiceConf
                     undeploy(config.service)
         finally:
             stop_local_ray(cluster.pids, cluster.temp_dir)
+
+
+def _ray_dir(scratch: str) -> Path:
+    return Path(scratch) / "ray"
+
+
+def _watched(scratch: str) -> contextlib.AbstractContextManager[None]:
+    """Should this program be killed, whenever that is, its cluster ends as well."""
+    return watched(_ray_dir(scratch), Path(scratch))
 
 
 def _wait_for_nodes(count: int) -> None:

@@ -34,6 +34,7 @@ from moe_serve.telemetry import Metrics
 from moe_serve.telemetry.sink import RaySink
 from moe_serve.wire.channel import ZmqShardChannel
 from moe_serve.wire.security import CurveKeys
+from moe_serve.wire.sockets import WireOptions
 from placement.messages.codec import decode_as, encode
 from placement.roles import kernels as role_kernels
 from placement.routing import RankAddress, RoutingTable
@@ -61,12 +62,15 @@ class StartAnswer(msgspec.Struct, frozen=True):
     fault: str = ""
 
 
-def wire_channels(keys: CurveKeys | None) -> ChannelFactory:
+def wire_channels(keys: CurveKeys | None, options: WireOptions | None = None) -> ChannelFactory:
     """Factory of ZeroMQ channels; `keys`: the service's client keys, None without CURVE."""
 
     def open_channel(address: RankAddress, on_disconnect: OnDisconnect) -> ShardChannel:
         return ZmqShardChannel(
-            address, keys=keys if address.public_key else None, on_disconnect=on_disconnect
+            address,
+            keys=keys if address.public_key else None,
+            options=options,
+            on_disconnect=on_disconnect,
         )
 
     return open_channel
@@ -113,7 +117,10 @@ class RouterActor:
         return await self._bound(self._settings)
 
     async def _bound(self, settings: RouterSettings) -> tuple[RouterCore, RouterServer]:
-        core = RouterCore(settings, wire_channels(self._keys))
+        options = WireOptions(
+            message_bytes_max=settings.wire_message_bytes_max, socks_proxy=settings.socks_proxy
+        )
+        core = RouterCore(settings, wire_channels(self._keys, options))
         try:
             server = RouterServer(core)
             await server.start()

@@ -153,6 +153,14 @@ def check_hidden(
                 f"must be [rows, {spec.hidden_size}], got {list(tensor.shape)}",
             )
         ]
+    limit = codec.rows_max(spec.top_k)
+    if tensor.shape[0] > limit:
+        return [
+            FieldViolation(
+                "hidden_states.shape",
+                f"may have {limit} rows, got {tensor.shape[0]}; send them in parts",
+            )
+        ]
     return []
 
 

@@ -11,12 +11,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import TypeVar
 
 from moe_serve.errors import (
     DeadlineExceeded,
@@ -29,13 +25,16 @@ from moe_serve.ports import RouterInfo, RouterReport, SubCall, SubReply
 from moe_serve.router.checks import ForwardInput
 from moe_serve.router.combine import combine_rows, gather_rows
 from moe_serve.router.demand import DemandLog
+from moe_serve.router.facts import RouterFacts, router_facts
 from moe_serve.router.faults import FaultInjector
 from moe_serve.router.flight import (
     Flight,
+    ForwardOutput,
     error_of,
     internal,
     ledger_entries,
     named,
+    nothing_to_do,
     sub_call_of,
 )
 from moe_serve.router.lanes import ChannelFactory, Lanes
@@ -66,18 +65,6 @@ SPLIT_BYTES_PER_PAIR = 32
 """Work of the splitter for one pair, in bytes touched: decides whether it runs in a thread."""
 _TICK_S = 0.1
 _KEYS_PER_LIFE = 1 << 40
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ForwardOutput:
-    """output: raw [T, H] of the request's dtype. (term, epoch): newest table the batch was split
-    under.
-    """
-
-    output: npt.NDArray[Any]
-    term: int
-    epoch: int
-    weights_version: str
 
 
 class RouterCore:
@@ -116,6 +103,7 @@ class RouterCore:
         self.ledger = CombinedLedger(settings.router, settings.incarnation, settings.ledger_entries)
         self.pulse = Pulse(clock)
         self._clock = clock
+        self._facts: RouterFacts | None = None
         self._lanes = Lanes(channel_factory, self._disconnected)
         self._injector = None if settings.fault is None else FaultInjector(settings.fault)
         self._flights: dict[int, Flight] = {}
@@ -144,6 +132,7 @@ class RouterCore:
 
     async def start(self) -> None:
         """Begin measuring loop lag and looking after connections."""
+        self._facts = router_facts(self.settings)
         self._ticker = asyncio.create_task(self._tick())
 
     async def stop(self) -> None:
@@ -158,6 +147,8 @@ class RouterCore:
         await self._fetch.stop()
         await self._lanes.close()
         self._threads.shutdown(wait=False)
+        if self._facts is not None:
+            self._facts.died()
 
     @property
     def open_requests(self) -> int:
@@ -185,6 +176,8 @@ class RouterCore:
         shape.
         """
         accepted = self.role.accept(table)
+        if self._facts is not None:
+            self._facts.accepted(accepted, table, self.role.highest_term)
         if accepted is Acceptance.STALE_TERM:
             raise StaleTerm(
                 f"term {table.term} is over, {self.role.highest_term} was seen",
@@ -227,6 +220,8 @@ class RouterCore:
         since the last report.
         """
         at_s = self._clock()
+        if self._facts is not None:
+            self._facts.told(self.role, self._permits)
         queued_key, queued_pairs = self.demand.queued()
         return RouterReport(
             router=self.settings.router,
@@ -260,12 +255,21 @@ class RouterCore:
         InvalidArgument (a shard's word), or MoeServeError where we have a bug; nothing partial is
         returned, and no task or permit outlives the call, also when it is cancelled.
         """
+        key, began_s = self._next_key, self._clock()
+        self._next_key += 1
+        work = self._admitted(key, request, began_s, timeout_s)
+        if self._facts is None:
+            return await work
+        return await self._facts.follow(key, request, began_s + timeout_s, work)
+
+    async def _admitted(
+        self, key: int, request: ForwardInput, began_s: float, timeout_s: float
+    ) -> ForwardOutput:
         rows = int(request.hidden.shape[0])
-        began_s = self._clock()
         with self.demand.waits(request):
             permit = await self._permits.take(rows, began_s + timeout_s)
         try:
-            output = await self._forward(request, began_s + timeout_s)
+            output = await self._forward(key, request, began_s + timeout_s)
         except MoeServeError as error:
             self.pulse.add("failed")
             raise named(error, request.request_id) from error.__cause__
@@ -277,17 +281,18 @@ class RouterCore:
         self.pulse.served(rows, self._clock() - began_s)
         return output
 
-    async def _forward(self, request: ForwardInput, deadline_at_s: float) -> ForwardOutput:
+    async def _forward(
+        self, key: int, request: ForwardInput, deadline_at_s: float
+    ) -> ForwardOutput:
         now_s = self._clock()
         if not request.valid.any():
-            return self._nothing_to_do(request)
+            return nothing_to_do(request, self.role.table, self.settings.spec.weights_version)
         flight = Flight(
-            key=self._next_key,
+            key=key,
             request=request,
             deadline_at_s=deadline_at_s,
             done=asyncio.get_running_loop().create_future(),
         )
-        self._next_key += 1
         self._flights[flight.key] = flight
         added: tuple[Contribution, ...] = ()
         try:
@@ -302,13 +307,6 @@ class RouterCore:
             added = await self._end(flight)
         return await self._combine(flight, added)
 
-    def _nothing_to_do(self, request: ForwardInput) -> ForwardOutput:
-        table = self.role.table
-        version = self.settings.spec.weights_version if table is None else table.weights_version
-        term, epoch = (0, 0) if table is None else table.order
-        zeros = np.zeros(request.hidden.shape, request.hidden.dtype)
-        return ForwardOutput(zeros, term, epoch, version)
-
     async def _begin(self, flight: Flight) -> None:
         self._refresh_connections()
         request = flight.request
@@ -322,6 +320,8 @@ class RouterCore:
         )
         if isinstance(job, Failure):
             raise error_of(job)
+        if self._facts is not None:
+            self._facts.begun(flight.key)
         if request.attempt == 0:
             counts = count_ids(request.topk_ids, request.valid, self.settings.spec.num_experts)
             self.demand.count(request.phase, request.layer, counts, self._clock())
@@ -401,6 +401,8 @@ class RouterCore:
         request = flight.request
         if self._injector is not None:
             added = self._injector.apply(added)
+        if self._facts is not None:
+            self._facts.added(flight.key, added)
         rows, width = (int(n) for n in request.hidden.shape)
         size = sum(one.row_id.shape[0] for one in added) * width * 4
         output = await self._offload(size, lambda: combine_rows(rows, width, request.dtype, added))

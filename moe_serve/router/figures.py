@@ -52,6 +52,7 @@ class RouterFigures:
         for kind, name in PAIRS.items():
             metrics.add("pairs_total", self._growth(counters, name), kind=kind)
         metrics.add("rows_total", self._growth(counters, "tokens"))
+        metrics.add("ejections_total", self._growth(counters, "ejections"))
         metrics.set("requests_in_flight", counters["open_requests"])
         metrics.set("requests_waiting", counters["waiting_requests"])
         metrics.set("loop_lag_seconds", quantiles["loop_lag_s"])

@@ -22,9 +22,22 @@ from moe_serve.rpc.codec import pack_bits
 from moe_serve.wire.frame import TIMEOUT_S_MAX
 from placement.roles.calls import Contribution
 from placement.roles.router_records import Dispatch, Failure, FailureKind
+from placement.routing import RoutingTable
 
 BUSY_RETRY_S = 0.05
 """Wait that a caller is told where every shard that could serve it is busy."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardOutput:
+    """output: raw [T, H] of the request's dtype. (term, epoch): newest table the batch was split
+    under.
+    """
+
+    output: npt.NDArray[Any]
+    term: int
+    epoch: int
+    weights_version: str
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +95,16 @@ class Flight:
             if not self.done.cancel() and not self.done.cancelled():
                 # Looked at, so that asyncio does not report an error that nobody waits for.
                 self.done.exception()
+
+
+def nothing_to_do(
+    request: ForwardInput, table: RoutingTable | None, weights_version: str
+) -> ForwardOutput:
+    """Output of a request without a valid pair. weights_version: of a router without a table."""
+    zeros = np.zeros(request.hidden.shape, request.hidden.dtype)
+    if table is None:
+        return ForwardOutput(zeros, 0, 0, weights_version)
+    return ForwardOutput(zeros, *table.order, table.weights_version)
 
 
 def sub_call_of(flight: Flight, dispatch: Dispatch, router: str, rows: npt.NDArray[Any]) -> SubCall:

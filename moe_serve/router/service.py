@@ -21,10 +21,17 @@ from grpc_health.v1 import (  # type: ignore[import-untyped]
 )
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
-from moe_serve.errors import FieldViolation, InvalidArgument, MoeServeError, StartRefused
+from moe_serve.errors import (
+    FieldViolation,
+    InvalidArgument,
+    MoeServeError,
+    StartRefused,
+    Unavailable,
+)
 from moe_serve.ports import DType
 from moe_serve.router.checks import REQUEST_ID_CHARS_MAX, check_forward, check_model
-from moe_serve.router.dispatch import ForwardOutput, RouterCore
+from moe_serve.router.dispatch import RouterCore
+from moe_serve.router.flight import ForwardOutput
 from moe_serve.router.settings import RouterSettings
 from moe_serve.rpc import API_VERSION, codec, dispatch_pb2, dispatch_pb2_grpc
 from moe_serve.rpc.auth import AuthInterceptor, TokenChecker, TokenFile
@@ -48,6 +55,17 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         self._log = make_logger(part=core.settings.router, incarnation=core.settings.incarnation)
         self._quiet_until_s = 0.0
         self._unlogged = 0
+        self._draining = asyncio.Event()
+
+    def drain(self) -> None:
+        """Take nothing new, in open streams neither; these end once what they brought is answered.
+        Without that a front end that keeps a stream open would be cut off in the middle."""
+        self._draining.set()
+
+    @property
+    def draining(self) -> bool:
+        """Whether `drain` was called."""
+        return self._draining.is_set()
 
     async def GetModelSpec(
         self, request: dispatch_pb2.GetModelSpecRequest, context: Any
@@ -99,14 +117,17 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         """Many items, answered in the order they finish; a bad one gets an error of its own."""
         stream = _Stream(self, self._settings.max_stream_items, context.time_remaining())
         reader = asyncio.create_task(stream.read(request_iterator))
+        closer = asyncio.create_task(stream.close_after(self._draining))
         try:
             while (answer := await stream.answers.get()) is not None:
                 yield answer
                 stream.room.release()
-            await reader
+            if not self._draining.is_set():
+                await reader
         finally:
             reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            closer.cancel()
+            await asyncio.gather(reader, closer, return_exceptions=True)
             await stream.end()
 
     async def answer_item(
@@ -129,6 +150,8 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         self, request: dispatch_pb2.ForwardRequest, timeout_s: float
     ) -> dispatch_pb2.ForwardResponse:
         settings = self._settings
+        if self._draining.is_set():
+            raise Unavailable("the router is being drained; use another one")
         try:
             checked = check_forward(request, settings.spec, settings.limits.max_message_bytes)
         except MoeServeError:
@@ -186,6 +209,14 @@ class _Stream:
         finally:
             self.answers.put_nowait(None)
 
+    async def close_after(self, draining: asyncio.Event) -> None:
+        """Once the router is drained: mark the end as soon as every item that was begun has its
+        answer. The front end goes to another router with what it sends from then on."""
+        await draining.wait()
+        while self._open:
+            await asyncio.wait(self._open.values())
+        self.answers.put_nowait(None)
+
     async def end(self) -> None:
         """Cancel what still runs."""
         tasks = list(self._open.values())
@@ -234,6 +265,7 @@ class RouterServer:
             options=server_options(settings.limits),
             maximum_concurrent_rpcs=settings.limits.max_concurrent_rpcs,
         )
+        self._servicer: DispatchServicer | None = None
         self._telling: asyncio.Future[None] | None = None
         self._health = health.aio.HealthServicer()
         self.address = ""
@@ -247,9 +279,8 @@ class RouterServer:
         port = _bind(self._server, settings)
         host = settings.advertise_host or settings.host
         self.address = f"{host}:{port}"
-        dispatch_pb2_grpc.add_DispatchServiceServicer_to_server(
-            DispatchServicer(self._core, self.address), self._server
-        )
+        self._servicer = DispatchServicer(self._core, self.address)
+        dispatch_pb2_grpc.add_DispatchServiceServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if settings.loopback:
             names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
@@ -261,6 +292,11 @@ class RouterServer:
         await self._server.start()
         return self.address
 
+    @property
+    def draining(self) -> bool:
+        """Whether it takes nothing new any more."""
+        return self._servicer is not None and self._servicer.draining
+
     async def tell_health(self) -> None:
         """Report DispatchService as serving exactly when every expert has a listed replica."""
         state = health_pb2.HealthCheckResponse
@@ -271,6 +307,8 @@ class RouterServer:
         """Take no new calls, let open ones finish for `grace_s`, then end everything."""
         self._core.on_table = None
         await self._health.enter_graceful_shutdown()
+        if self._servicer is not None:
+            self._servicer.drain()
         await self._server.stop(grace_s)
         await self._core.stop()
 

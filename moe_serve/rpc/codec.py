@@ -217,6 +217,10 @@ def request_bytes(*, rows: int, top_k: int, hidden_size: int, element_bytes: int
     return rows * row + bitmap_bytes(rows) + bitmap_bytes(rows * top_k) + REQUEST_NAMES_BYTES
 
 
+ROWS_MAX = 1 << 17
+"""Most rows of a request."""
+PAIRS_MAX = 1 << 20
+"""Most pairs of a request, k of each row."""
 REQUEST_NAMES_BYTES = 1024
 """Room for everything of a request that does not grow with its rows."""
 
@@ -225,4 +229,10 @@ def max_rows(*, top_k: int, hidden_size: int, max_message_bytes: int) -> int:
     """Greatest rows whose request, in the widest type and with both bitmaps, fits; at least 0."""
     bits_per_row = 8 * (4 * hidden_size + 8 * top_k) + 1 + top_k
     # Two bytes for the rounding of the two bitmaps.
-    return max(0, (max_message_bytes - REQUEST_NAMES_BYTES - 2) * 8 // bits_per_row)
+    fit = max(0, (max_message_bytes - REQUEST_NAMES_BYTES - 2) * 8 // bits_per_row)
+    return min(fit, rows_max(top_k))
+
+
+def rows_max(top_k: int) -> int:
+    """Most rows of a request with k = `top_k`, however small: all may go to one shard at once."""
+    return min(ROWS_MAX, PAIRS_MAX // max(top_k, 1))

@@ -31,6 +31,7 @@ from moe_serve.errors import (
 from moe_serve.ports import ShardInfo, ShardReport
 from moe_serve.shard.assembly import Shard, open_shard
 from moe_serve.shard.executed import LedgerEntry
+from moe_serve.shard.faults import FaultPoints
 from moe_serve.shard.settings import ShardSettings
 from moe_serve.wire.control_codec import decode_table
 from placement.messages.codec import decode_command, decode_event, encode
@@ -154,6 +155,11 @@ class ShardActor:
             return Outcome(self._shard.probe())
         except MoeServeError as error:
             return outcome_of(error)
+
+    @ray.method(concurrency_group="ctl")
+    def order_faults(self, points: FaultPoints) -> None:
+        """For tests: the faults that are due from here on."""
+        self._shard.order_faults(points)
 
     @ray.method(concurrency_group="ctl")
     def take_ledger(self) -> tuple[LedgerEntry, ...]:

@@ -22,6 +22,7 @@ from moe_serve.shard.copy_job import CopySources
 from moe_serve.shard.copy_server import CopyServer
 from moe_serve.shard.core import ShardCore
 from moe_serve.shard.executed import LedgerEntry
+from moe_serve.shard.facts import ShardFacts
 from moe_serve.shard.faults import NO_FAULTS, FaultPoints, Faults, FaultyBackend
 from moe_serve.shard.pages import process_resident_bytes
 from moe_serve.shard.served_model import CheckpointSource, ExpertSource, ServedModel, served_model
@@ -30,6 +31,7 @@ from moe_serve.shard.settings import ShardSettings
 from moe_serve.shard.slot_pool import SlotPool
 from moe_serve.shard.watch import Watch
 from moe_serve.shard.work_queue import QueueLimits
+from moe_serve.telemetry.fact_log import open_log
 from moe_serve.weights.checkpoint import Checkpoint
 from moe_serve.weights.errors import WeightsError
 from moe_serve.weights.host_cache import HostCache
@@ -86,6 +88,9 @@ class Shard:
             ledger_rows_max=settings.ledger_rows_max,
             clock=clock,
         )
+        log = open_log(settings.history_dir, f"rank{settings.rank}")
+        if log is not None:
+            self.core.facts = ShardFacts(log, model, self._slots, self.pool, experts, backend)
         self._keys = CurveKeys.generate() if settings.client_keys else None
         self._peers = CopyClient(
             self._bucket(), keys=settings.client_keys, options=settings.wire, clock=clock
@@ -115,6 +120,8 @@ class Shard:
         """Warm up, bind, serve. Raises StartRefused where the host cannot be bound."""
         settings = self.settings
         endpoint = self.wire.bind()
+        if self.core.facts is not None:
+            self.core.facts.began()
         self.core.start()
         self.copies.start()
         self.wire.start()
@@ -137,6 +144,8 @@ class Shard:
         self.copies.stop()
         self.core.stop()
         self._peers.close()
+        if self.core.facts is not None:
+            self.core.facts.died()
 
     @property
     def address(self) -> RankAddress:
@@ -178,6 +187,9 @@ class Shard:
             highest_term=term,
             highest_epoch=epoch,
             resident=resident,
+            group=settings.group,
+            only_node=settings.only_node,
+            weights_version=core.model.weights_version,
         )
 
     def execute(self, term: int, command: ShardCommand) -> ShardAnswer:

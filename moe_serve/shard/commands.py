@@ -107,7 +107,7 @@ class ShardCommands:
         """Run one command; blocks until it is answered. Raises StaleTerm (a higher term has been
         seen), and where a probe row was not computed DeadlineExceeded, Unavailable or
         ResourceExhausted."""
-        self._core.accept_term(term)
+        self._obey(term, command)
         point = _FAULT_OF.get(type(command), "")
         if self._faults.fails(point):
             assert not isinstance(command, SetRankSlots), "no fault point for it"
@@ -118,6 +118,12 @@ class ShardCommands:
             step_id = -1 if isinstance(command, SetRankSlots) else command.step_id
             answer = self._failed(step_id, "over_budget", f"no memory for the command: {error}")
         return msgspec.structs.replace(answer, at_s=self._core.clock())
+
+    def _obey(self, term: int, command: ShardCommand) -> None:
+        with self._core.lock:
+            self._core.accept_term(term)
+            if self._core.facts is not None:
+                self._core.facts.taken(term, command)
 
     def _carry_out(self, term: int, command: ShardCommand) -> ShardAnswer:
         match command:
@@ -172,8 +178,11 @@ class ShardCommands:
             answer = self._slots.reserve(command)
             if claimed and isinstance(answer, SlotReserved):
                 self._core.keys[command.slot] = model.key(command.layer, command.expert)
+                if self._core.facts is not None:
+                    self._core.facts.claimed(command.slot, answer.slot_tag)
             elif claimed:
                 pool.release(command.slot)
+            self._note_memory()
         return answer
 
     def _claim(self, slot: int) -> str:
@@ -242,12 +251,15 @@ class ShardCommands:
         code, problem = "digest", "the probe row was not computed"
         try:
             problem = self._problem(begun.slot, layer, expert)
+            if self._core.facts is not None:
+                self._core.facts.look(begun.slot, self._core.model.key(layer, expert))
         except MemoryError as error:
             code, problem = "over_budget", f"no memory to prove the fill: {error}"
         finally:
             with self._core.lock:
                 row = self._rows.pop(begun.slot, None)
                 answers = self._slots.verified(begun.slot, begun.tag, problem)
+                self._note_proof(begun)
             if row is None:
                 self._verified(begun.slot)
             else:
@@ -307,6 +319,7 @@ class ShardCommands:
             if not isinstance(begun, Start):
                 for slot in self._pool.held_slots:
                     self._give_back(slot)
+                self._note_memory()
                 return begun
             self._leaving.add(begun.slot)
             answers = self._expect(command.step_id)
@@ -344,6 +357,7 @@ class ShardCommands:
                 pool.budget_bytes = command.budget_bytes
                 if command.num_slots > pool.num_slots:
                     pool.grow(command.num_slots)
+                self._note_memory()
         return answer
 
     # -------------------------------------------------------------------------- under the lock
@@ -351,6 +365,7 @@ class ShardCommands:
         """Give back the memory of slots just freed, then wake whoever waits for these answers."""
         for slot in tuple(self._leaving):
             self._give_back(slot)
+        self._note_memory()
         for answer in answers:
             assert not isinstance(answer, BudgetApplied), "it never waits"
             for waiting in self._waiting.pop(answer.step_id, ()):
@@ -364,6 +379,19 @@ class ShardCommands:
                 self._loaded.discard(slot)
             self._pool.release(slot)
             self._leaving.discard(slot)
+            if self._core.facts is not None:
+                self._core.facts.freed(slot)
+
+    def _note_memory(self) -> None:
+        if self._core.facts is not None:
+            self._core.facts.memory()
+
+    def _note_proof(self, begun: Start) -> None:
+        facts, ledger = self._core.facts, self._slots.ledger
+        if facts is not None and ledger.phase(begun.slot) is SlotPhase.VERIFIED:
+            layer, expert, tag = ledger.holder(begun.slot)
+            if tag == begun.tag:
+                facts.proved(begun.slot, tag, self._core.model.key(layer, expert))
 
     def _expect(self, step_id: int) -> SimpleQueue[ShardAnswer]:
         answers: SimpleQueue[ShardAnswer] = SimpleQueue()

@@ -9,6 +9,7 @@ throttle nor the memory copy holds up sub-calls.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -28,6 +29,8 @@ WAITING_READS_MAX = 256
 """Reads that may wait; each open copy asks for two at a time."""
 _SWEEP_S = 0.25
 """Longest time for which an expired copy keeps its pin."""
+
+_log = logging.getLogger(__name__)
 
 CopyReply = Callable[[CopyOpened | CopyChunk | MoeServeError], None]
 
@@ -88,6 +91,8 @@ class CopyServer:
             copy_id = self._next_id
             if held:
                 self._next_id += 1
+                if core.facts is not None:
+                    core.facts.begin_reading(message.slot)
                 self._copies[copy_id] = _OpenCopy(message.slot, core.clock() + message.timeout_s)
         if full:
             reply(ResourceExhausted(f"rank {slots.rank} has {OPEN_COPIES_MAX} copies open already"))
@@ -123,12 +128,18 @@ class CopyServer:
             if item is not None:
                 message, reply = item
                 self._throttle(message.num_bytes)
-                reply(self._chunk(message))
+                try:
+                    reply(self._chunk(message))
+                except Exception:
+                    # Whoever asked runs into its deadline; pins have nobody but this thread.
+                    _log.exception("a chunk of copy %d could not be sent", message.copy_id)
 
     def _throttle(self, num_bytes: int) -> None:
-        wait_s = self._bucket.take(num_bytes, self._core.clock())
-        if wait_s > 0:
-            self._stop.wait(wait_s)
+        """Wait for the limit's permission; copies expire meanwhile as ever."""
+        left_s = self._bucket.take(num_bytes, self._core.clock())
+        while left_s > 0 and not self._stop.wait(min(left_s, _SWEEP_S)):
+            left_s -= _SWEEP_S
+            self._expire()
 
     def _chunk(self, message: CopyRead) -> CopyChunk | MoeServeError:
         with self._core.lock:
@@ -158,4 +169,6 @@ class CopyServer:
         """Under the lock."""
         copy = self._copies.pop(copy_id, None)
         if copy is not None:
+            if self._core.facts is not None:
+                self._core.facts.end_reading(copy.slot)
             self._core.unpin_copy(copy.slot)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,6 +34,7 @@ from moe_serve.shard.batch import Admitted, admit, refuse
 from moe_serve.shard.batch_run import BatchRun, Tally, no_memory
 from moe_serve.shard.compute.base import ComputeBackend
 from moe_serve.shard.executed import Counts, Hotness, Ledger
+from moe_serve.shard.facts import ShardFacts
 from moe_serve.shard.kernels import count_absent
 from moe_serve.shard.replies import Replies
 from moe_serve.shard.served_model import ServedModel
@@ -79,6 +81,8 @@ class ShardCore:
         self.keys: npt.NDArray[np.int32] = np.full(slots.ledger.num_slots, -1, np.int32)
         """Key (layer * num_experts + expert) of each slot's newest fill. Meaningful where the tag
         matches."""
+        self.facts: ShardFacts | None = None
+        """Where facts are noted, for tests."""
         self.on_answers: Callable[[Sequence[ShardAnswer]], None] = lambda _answers: None
         """Takes, under the lock, answers to commands that had waited for pins."""
         self._limits = limits or QueueLimits()
@@ -124,8 +128,7 @@ class ShardCore:
         """Answer everything that waits, now that nothing will be computed any more."""
         with self.lock:
             works = self._queue.drain()
-        for work in works:
-            work.reply(self._replies.refusal(work, why))
+        self._replies.refuse(works, why)
         self._tasks.refuse_waiting()
 
     @property
@@ -153,8 +156,7 @@ class ShardCore:
             return
         with self.lock:
             works = self._queue.drain()
-        for work in works:
-            work.reply(self._replies.refusal(work, f"stalled: computing for {stalled_s:.1f} s"))
+        self._replies.refuse(works, f"stalled: computing for {stalled_s:.1f} s")
 
     # -------------------------------------------------------------------------------- data path
     def submit(self, call: SubCall, num_bytes: int, reply: ReplyTo) -> None:
@@ -172,7 +174,7 @@ class ShardCore:
             check_sub_call(call, self.model)
         except InvalidArgument as error:
             self._counts.add("invalid_sub_calls")
-            reply(error)
+            self._replies.send([(reply, error)])
             return
         arrived_s = self.clock()
         work = Work(call, reply, arrived_s, arrived_s + call.timeout_s, num_bytes)
@@ -181,7 +183,7 @@ class ShardCore:
             if not why:
                 self._queue.put(work)
         if why:
-            reply(self._replies.refusal(work, why))
+            self._replies.refuse([work], why)
 
     def serve_waiting(self) -> None:
         """Have what waits computed: by the calling thread, before this returns, where little waits
@@ -310,15 +312,25 @@ class ShardCore:
             with self.lock:
                 self.slots.accept_term(term)
         except TermRefused as refused:
+            self._note_refused(term, refused)
             raise StaleTerm(str(refused), term=refused.term) from refused
 
     def install_table(self, table: RoutingTable) -> int:
         """Keep the table if it is newer; returns the newest epoch held. Raises StaleTerm."""
         try:
             with self.lock:
-                return self.slots.install_table(table)
+                before = self.slots.table
+                epoch = self.slots.install_table(table)
+                if self.facts is not None and self.slots.table is not before:
+                    self.facts.installed(table)
+                return epoch
         except TermRefused as refused:
+            self._note_refused(table.term, refused)
             raise StaleTerm(str(refused), term=refused.term) from refused
+
+    def _note_refused(self, term: int, refused: TermRefused) -> None:
+        if self.facts is not None:
+            self.facts.refused(term, refused.term)
 
     # ---------------------------------------------------------------------------------- figures
     def backlog_s(self) -> float:
@@ -327,8 +339,9 @@ class ShardCore:
 
     def counters(self) -> dict[str, float]:
         """Totals since start, by name: rows_served, rows_stale, rows_refused, invalid_sub_calls,
-        batches, memory_errors, compute_failures (each from its first on), executed_pairs,
-        compute_s, ledger_dropped_pairs; and what waits now: queued_rows, queued_bytes.
+        batches, memory_errors, compute_failures, replies_failed (each from its first on),
+        executed_pairs, compute_s, ledger_dropped_pairs; and what waits now: queued_rows,
+        queued_bytes.
         """
         return {
             **self._counts.all(),
@@ -383,17 +396,19 @@ class ShardCore:
                     admitted = []
             if admitted:
                 try:
-                    answers = self._run_batch.answers(admitted, now_s, self.keys)
+                    run = partial(self._run_batch.answers, admitted, now_s, self.keys)
+                    facts = self.facts
+                    answers = run() if facts is None else facts.watched(admitted, pinned, run)
                 finally:
                     self.unpin(pinned)
             else:
                 answers = [no_memory(work) for work in works]
         except BaseException:
-            for work in works:
-                work.reply(Unavailable("the thread that computed has ended"))
+            ended = Unavailable("the thread that computed has ended")
+            self._replies.send((work.reply, ended) for work in works)
             raise
-        for work, answer in zip(works, answers, strict=True):
-            work.reply(answer)
+        replies = (work.reply for work in works)
+        self._replies.send(zip(replies, answers, strict=True))
 
     def _admit_all(
         self, works: Sequence[Work], now_s: float

@@ -1,23 +1,28 @@
 """Replies of a shard to sub-calls.
 
-Responsible for what every reply says of the shard: life, newest table, backlog. Must never decide
-what is served. Called by the shard's core and by its batches.
+Responsible for what every reply says of the shard: life, newest table, backlog; and for sending
+each, whatever becomes of the others. Must never decide what is served. Called by the shard's core
+and by its batches.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 
+from moe_serve.errors import MoeServeError
 from moe_serve.ports import RowStatus, SubReply
 from moe_serve.shard.batch import Admitted, refuse
 from moe_serve.shard.executed import Counts
 from moe_serve.shard.served_model import ServedModel
-from moe_serve.shard.work_queue import Work
+from moe_serve.shard.work_queue import ReplyTo, Work
 from placement.roles.shard import ShardSlots
+
+_log = logging.getLogger(__name__)
 
 
 class Replies:
@@ -68,3 +73,22 @@ class Replies:
         refused = refuse(work, RowStatus.REFUSED, detail)
         self._counts.add_rows(refused.row_status)
         return self.of(refused, nothing, self._clock(), 0.0)
+
+    def refuse(self, works: Iterable[Work], detail: str) -> None:
+        """Send each the refusal that `refusal` makes."""
+        self.send((work.reply, self.refusal(work, detail)) for work in works)
+
+    def send(self, answers: Iterable[tuple[ReplyTo, SubReply | MoeServeError]]) -> None:
+        """Send every answer. One that cannot be sent is logged and counted, and the router that
+        waits for it asks elsewhere; what would end this thread does so once all were sent."""
+        ending: BaseException | None = None
+        for reply, answer in answers:
+            try:
+                reply(answer)
+            except Exception:
+                self._counts.add("replies_failed")
+                _log.exception("a reply could not be sent")
+            except BaseException as error:  # raised below
+                ending = error
+        if ending is not None:
+            raise ending

@@ -38,6 +38,10 @@ class ShardSettings:
     """Compute backend."""
     device: str = "cpu"
     """Device of the torch backend."""
+    group: int = -1
+    """Group of the service file the shard was made from where the rank was added; else -1."""
+    only_node: str = ""
+    """The only node that rank may run on, "" = any."""
     dtype: ServingDtype = "float32"
     """Format of resident weights."""
     num_slots: int
@@ -74,6 +78,9 @@ class ShardSettings:
     """Executed contributions kept for a check from outside; 0 = none."""
     faults: FaultPoints = field(default_factory=FaultPoints)
     """Faults that a test orders."""
+    history_dir: str = ""
+    """Folder of the history, for tests: facts are noted there (`telemetry.fact_log`); "" = none
+    are."""
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -15,6 +15,11 @@ and the system takes them back before anything fails for want of it.
 Least recently used files go first, by modification time, which each use sets. A file younger than
 `KEEP_LEAST_S` is not pushed out: when a service fills for the first time, each expert is read once,
 and a cache that took them all in turn would only write.
+
+Looking at every file at every addition would make a fill quadratic. So `lock` holds the sum of all
+sizes, empty while somebody changes it: who finds a sum need not look, and who finds none counts
+anew. Files that go without the lock (damaged ones) make the sum too great, never too small. The
+order of use, once looked at, serves until it is used up: a file that was used since is passed over.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import os
 import re
 import stat
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
@@ -42,6 +47,8 @@ FREE_LEAST_BYTES: Final = 1 << 30
 _NAME = re.compile(r"[0-9a-f]{64}")
 _LOCK: Final = "lock"
 _PART: Final = ".part"
+_SUM_CHARS_MAX: Final = 18
+"""Digits of a sum of bytes."""
 
 
 class HostCache:
@@ -65,6 +72,9 @@ class HostCache:
         self._folder = folder
         self._bytes_max = bytes_max
         self._seen_bytes = 0
+        self._order: deque[tuple[float, int, str]] | None = None
+        """Files by last use as they were looked at last, those since pushed out gone from it; None
+        before the first look. Guarded by the lock file."""
         self._counts: Counter[str] = Counter()
         self._count_lock = threading.Lock()
 
@@ -118,8 +128,8 @@ class HostCache:
         if len(content) > self._bytes_max or self.holds(sha256):
             return False
         try:
-            with self._locked() as mine:
-                kept = mine and self._make_room(len(content)) and self._write(sha256, content)
+            with self._locked() as lock:
+                kept = lock >= 0 and self._add_locked(lock, sha256, content)
         except OSError:
             # The disk is full or gone. What was written so far is removed by the next who adds.
             return False
@@ -154,7 +164,7 @@ class HostCache:
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def _write(self, sha256: str, content: memoryview) -> bool:
+    def _write(self, sha256: str, content: memoryview) -> None:
         path = self._path(sha256)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path + _PART, flags, 0o600)
@@ -168,33 +178,69 @@ class HostCache:
         finally:
             os.close(descriptor)
         os.rename(path + _PART, path)
-        return True
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Under the lock: push out the least recently used until `num_bytes` fit."""
-        self._remove_parts()
-        disk = os.statvfs(self._folder)
-        free = disk.f_bavail * disk.f_frsize - FREE_LEAST_BYTES
-        files = sorted(self._files())
-        missing = sum(size for _mtime, size, _name in files) + num_bytes - self._bytes_max
-        missing = max(missing, num_bytes - free)
-        # Files are stamped by the wall clock; one that jumps only keeps or drops a file too much.
-        newest_s = datetime.now(UTC).timestamp() - KEEP_LEAST_S
-        gone = []
-        for mtime_s, size, name in files:
-            if missing <= 0 or mtime_s > newest_s:
-                break
-            missing -= size
-            gone.append(name)
-        if missing > 0:
+    def _add_locked(self, lock: int, sha256: str, content: memoryview) -> bool:
+        held_bytes = self._sum(lock)
+        room = self._room(held_bytes, len(content))
+        if room is None:
             return False
-        self._seen_bytes = num_bytes + sum(size for _mtime, size, _name in files[len(gone) :])
+        held_bytes, gone = room
+        # From here to the new sum the old one is not true; whoever finds none looks at all files.
+        os.ftruncate(lock, 0)
         for name in gone:
             # Whoever reads a damaged one removes it, without the lock.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self._folder, name))
             self._count("evicted")
+        self._write(sha256, content)
+        self._seen_bytes = held_bytes + len(content)
+        os.pwrite(lock, str(self._seen_bytes).encode(), 0)
         return True
+
+    def _room(self, held_bytes: int, num_bytes: int) -> tuple[int, list[str]] | None:
+        """Under the lock: the least recently used files that have to go for `num_bytes` to fit, and
+        the bytes of all files without them; None where there is no room. held_bytes: of all files,
+        -1 = not known."""
+        looked = held_bytes < 0 or self._order is None
+        if looked:
+            held_bytes = self._look()
+        order = self._order
+        assert order is not None, "files were looked at"
+        disk = os.statvfs(self._folder)
+        free = disk.f_bavail * disk.f_frsize - FREE_LEAST_BYTES
+        # Files are stamped by the wall clock; one that jumps only keeps or drops a file too much.
+        newest_s = datetime.now(UTC).timestamp() - KEEP_LEAST_S
+        gone: list[tuple[float, int, str]] = []
+        missing = max(held_bytes + num_bytes - self._bytes_max, num_bytes - free)
+        while missing > 0:
+            if not order and not looked:
+                return self._room(-1, num_bytes)
+            if not order or order[0][0] > newest_s:
+                order.extendleft(reversed(gone))
+                return None
+            one = order.popleft()
+            if self._used_at_s(one[2]) == one[0]:
+                gone.append(one)
+                missing -= one[1]
+        return held_bytes - sum(size for _, size, _ in gone), [name for _, _, name in gone]
+
+    def _look(self) -> int:
+        """Under the lock: look at every file. Returns the bytes of all."""
+        self._remove_parts()
+        self._order = deque(sorted(self._files()))
+        return sum(size for _mtime, size, _name in self._order)
+
+    def _used_at_s(self, name: str) -> float | None:
+        try:
+            return os.lstat(os.path.join(self._folder, name)).st_mtime
+        except FileNotFoundError:
+            return None
+
+    @staticmethod
+    def _sum(lock: int) -> int:
+        """The sum in the lock file, -1 where there is none."""
+        text = os.pread(lock, _SUM_CHARS_MAX + 1, 0)
+        return int(text) if text.isdigit() and len(text) <= _SUM_CHARS_MAX else -1
 
     def _remove_parts(self) -> None:
         # Only who holds the lock writes, so these are of writers that died.
@@ -214,17 +260,17 @@ class HostCache:
         return files
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[bool]:
-        """Whether the lock was free; it is held meanwhile."""
+    def _locked(self) -> Iterator[int]:
+        """The lock file where the lock was free, -1 elsewhere; it is held meanwhile."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(os.path.join(self._folder, _LOCK), flags, 0o600)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                yield False
+                yield -1
             else:
-                yield True
+                yield descriptor
         finally:
             os.close(descriptor)  # and the lock with it
 

@@ -25,6 +25,7 @@ from moe_serve.ports import Cause, DType, RowStatus, SubCall, SubReply
 from moe_serve.wire import control_codec
 from moe_serve.wire.frame import (
     DETAIL_BYTES_MAX,
+    HEADER_BYTES_MAX,
     HIDDEN_MAX,
     MESSAGE_BYTES_MAX,
     NAME_BYTES_MAX,
@@ -74,6 +75,14 @@ _INT64: Final = np.dtype(np.int64)
 _UINT8: Final = np.dtype(np.uint8)
 _DTYPE_OF: Final = MappingProxyType({dtype.numpy: dtype for dtype in DType})
 _DTYPE_OF_CODE: Final = MappingProxyType({int(dtype): dtype for dtype in DType})
+
+
+def forward_bytes_max(request_bytes_max: int, hidden: int, top_k: int) -> int:
+    """Longest sub-call that a request of `request_bytes_max` bytes can become: all its pairs for
+    one rank, in an element type of two bytes. A pair takes 8 bytes of a request and more here."""
+    row = 2 * hidden + 8 * top_k
+    sent = 2 * hidden + _ROW_BYTES + _PAIR_BYTES * top_k
+    return -(-request_bytes_max * sent // row) + HEADER_BYTES_MAX
 
 
 def encode_forward(call: SubCall) -> list[Buffer]:

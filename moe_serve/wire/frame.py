@@ -47,7 +47,7 @@ MESSAGE_BYTES_MAX: Final = 64 * 1024 * 1024
 """Default limit on the bytes of one message, all frames together; both ends set it."""
 HEADER_BYTES_MAX: Final = 4096
 """Longest frame 0: the largest header and its text."""
-ROWS_MAX: Final = 1 << 16
+ROWS_MAX: Final = 1 << 17
 """Most rows of a sub-call."""
 PAIRS_MAX: Final = 1 << 20
 """Most pairs of a sub-call."""

@@ -45,6 +45,8 @@ class WireOptions:
     reconnect_s: float = 0.05
     """First wait before connecting again; doubles up to `reconnect_max_s`."""
     reconnect_max_s: float = 1.0
+    socks_proxy: str = ""
+    """host:port of the SOCKS5 proxy that connecting sockets go through; "" = straight."""
 
 
 def apply_options(socket: zmq.Socket[Any], options: WireOptions) -> None:
@@ -61,6 +63,8 @@ def apply_options(socket: zmq.Socket[Any], options: WireOptions) -> None:
     socket.handshake_ivl = _ms(options.handshake_s)
     socket.reconnect_ivl = _ms(options.reconnect_s)
     socket.reconnect_ivl_max = _ms(options.reconnect_max_s)
+    if options.socks_proxy:
+        socket.setsockopt_string(zmq.SOCKS_PROXY, options.socks_proxy)
 
 
 def has_input(socket: zmq.Socket[Any]) -> bool:

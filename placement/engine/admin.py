@@ -13,7 +13,7 @@ import msgspec
 
 from placement.engine.floor import floor_now
 from placement.engine.needs import what_changed
-from placement.engine.state import NEVER_S, PlanAsk, RankStatus
+from placement.engine.state import NEVER_S, PlanAsk, RankState, RankStatus
 from placement.engine.supervise import cancel_run
 from placement.engine.turn import Turn
 from placement.messages.effects import Answer, SetRankSlots
@@ -40,6 +40,8 @@ _WHY_EMPTY = MappingProxyType(
     {
         DrainCause.NODE: "its node is being drained; it may hold replicas again once that is over",
         DrainCause.OPERATOR: "an operator drained it; undrain it",
+        DrainCause.REMOVE: "it was removed; add it again",
+        DrainCause.REPLACE: "its shard is being replaced; wait until that is done, or undrain it",
     }
 )
 
@@ -52,6 +54,7 @@ def answer(
     *,
     plan_id: str = "",
     missing_bytes: int = 0,
+    rank: int = -1,
 ) -> None:
     """Answer an operator."""
     turn.commands.append(
@@ -61,6 +64,7 @@ def answer(
             message=message,
             plan_id=plan_id,
             missing_bytes=missing_bytes,
+            rank=rank,
         )
     )
 
@@ -79,7 +83,8 @@ def resume_asked(turn: Turn, event: ResumeAsked) -> None:
     answer(turn, event.request_id, "ok", "automatic plans run again")
 
 
-def _live_or_refuse(turn: Turn, request_id: int, rank: int) -> bool:
+def live_or_refuse(turn: Turn, request_id: int, rank: int) -> bool:
+    """Whether the rank is there and has joined; answers where it is not."""
     if not 0 <= rank < len(turn.state.ranks):
         answer(
             turn, request_id, "not_found", f"rank {rank} must lie in [0, {len(turn.state.ranks)})"
@@ -96,13 +101,15 @@ def _live_or_refuse(turn: Turn, request_id: int, rank: int) -> bool:
     return True
 
 
-def _changed(topology: Topology, rank: int, **fields: object) -> Topology:
+def changed_topology(topology: Topology, rank: int, **fields: object) -> Topology:
+    """The topology with other fields of one rank."""
     ranks = list(topology.ranks)
     ranks[rank] = msgspec.structs.replace(ranks[rank], **fields)
     return msgspec.structs.replace(topology, ranks=tuple(ranks))
 
 
-def _missing(turn: Turn, topology: Topology, floor: int) -> int:
+def missing_for(turn: Turn, topology: Topology, floor: int) -> int:
+    """Slots that the ranks lack to hold every expert in so many failure domains."""
     if turn.config.uniform:
         return missing_uniform(
             topology, turn.spec, floor=floor, staging_slots=turn.config.staging_slots
@@ -118,13 +125,13 @@ def _missing(turn: Turn, topology: Topology, floor: int) -> int:
 def drain_asked(turn: Turn, event: DrainAsked) -> None:
     """Move everything off a rank; refused where the others cannot hold every expert. Where they
     cannot keep the floor, the answer says so: a machine must be let go for its upkeep."""
-    if not _live_or_refuse(turn, event.request_id, event.rank):
+    if not live_or_refuse(turn, event.request_id, event.rank):
         return
     rank = turn.rank(event.rank)
     if rank.draining:
         _note_cause(turn, event)
         return
-    short = _missing(turn, _changed(turn.topology(), event.rank, draining=True), 1)
+    short = missing_for(turn, changed_topology(turn.topology(), event.rank, draining=True), 1)
     if short:
         missing = short * turn.spec.slot_bytes
         message = f"the other ranks lack {short} slots ({missing} bytes) to hold every expert"
@@ -164,8 +171,11 @@ def undrain_asked(turn: Turn, event: UndrainAsked) -> None:
         )
         return
     rank = turn.rank(event.rank)
-    stood = event.cause in rank.drained_by
-    rank.drained_by = tuple(cause for cause in rank.drained_by if cause is not event.cause)
+    ends = _ended_by(rank, event.cause)
+    stood = any(cause in rank.drained_by for cause in ends)
+    rank.drained_by = tuple(cause for cause in rank.drained_by if cause not in ends)
+    if DrainCause.REPLACE in ends:
+        rank.owed_keys = []  # it keeps what it has
     if rank.draining:
         message = f"rank {event.rank} stays empty: {_WHY_EMPTY[rank.drained_by[0]]}"
         turn.record("undrain", "noted", message)
@@ -176,10 +186,18 @@ def undrain_asked(turn: Turn, event: UndrainAsked) -> None:
     answer(turn, event.request_id, "ok", f"rank {event.rank} may hold replicas again")
 
 
+def _ended_by(rank: RankState, cause: DrainCause) -> frozenset[DrainCause]:
+    """Causes of a drain that end with this one. What people asked for they take back by one word;
+    a rank that has left is past that."""
+    if cause is not DrainCause.OPERATOR or rank.status is RankStatus.REMOVED:
+        return frozenset({cause})
+    return frozenset({cause, DrainCause.REMOVE, DrainCause.REPLACE})
+
+
 def budget_asked(turn: Turn, event: BudgetAsked) -> None:
     """A higher budget at once; a lower one after evictions, refused where the floor could not be
     held."""
-    if not _live_or_refuse(turn, event.request_id, event.rank):
+    if not live_or_refuse(turn, event.request_id, event.rank):
         return
     rank = turn.rank(event.rank)
     slots = event.budget_bytes // turn.spec.slot_bytes if event.budget_bytes >= 0 else -1
@@ -198,7 +216,7 @@ def budget_asked(turn: Turn, event: BudgetAsked) -> None:
     before = turn.topology()
     if slots < rank.num_slots:
         floor = max(1, floor_now(turn))
-        short = _missing(turn, _changed(before, event.rank, num_slots=slots), floor)
+        short = missing_for(turn, changed_topology(before, event.rank, num_slots=slots), floor)
         if short:
             missing = short * turn.spec.slot_bytes
             message = (

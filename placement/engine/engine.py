@@ -7,14 +7,14 @@ controller, the simulator and replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from placement.config import RebalanceConfig
-from placement.engine import admin, ranks, recover, tables, trigger
+from placement.engine import admin, elastic, ranks, recover, tables, trigger
 from placement.engine.needs import next_need
-from placement.engine.state import EngineSnapshot, EngineState, copy_of, initial
+from placement.engine.state import EngineSnapshot, EngineState, RankState, copy_of, initial
 from placement.engine.steps import note_progress, offer
 from placement.engine.supervise import copy_failed, settle_steps
 from placement.engine.timers import ask_to_be_woken, pass_time
@@ -37,6 +37,8 @@ class RebalanceEngine:
     topology: ranks that are expected and the device profiles they may name. term: this controller's
     number.
     first_epoch: number of the first table it may publish. paused: start without automatic plans.
+    earlier: ranks of an earlier run of the service; of those that were added to it or removed from
+    it the topology, which is the service file's, does not tell.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class RebalanceEngine:
         first_epoch: int,
         start_s: float,
         paused: bool = False,
+        earlier: Sequence[RankState] = (),
     ) -> None:
         self._spec = spec
         self._config = config
@@ -65,6 +68,7 @@ class RebalanceEngine:
             start_s=start_s,
             paused=paused,
         )
+        elastic.carry_over(self._state, spec, earlier)
 
     @classmethod
     def restore(
@@ -155,7 +159,8 @@ class RebalanceEngine:
         _dispatch(turn, event)
         pass_time(turn)
         for _ in range(SETTLE_ROUNDS_MAX):
-            if not settle_steps(turn) and not next_need(turn):
+            moved = settle_steps(turn) or elastic.let_empty_ranks_go(turn)
+            if not moved and not next_need(turn):
                 break
         else:
             raise AssertionError("settling does not end")
@@ -295,6 +300,9 @@ _HANDLERS: Mapping[type, Callable[[Turn, Any], None]] = MappingProxyType(
         ev.ResumeAsked: admin.resume_asked,
         ev.DrainAsked: admin.drain_asked,
         ev.UndrainAsked: admin.undrain_asked,
+        ev.RankAddAsked: elastic.rank_add_asked,
+        ev.RankRemoveAsked: elastic.rank_remove_asked,
+        ev.RankReplaceAsked: elastic.rank_replace_asked,
         ev.BudgetAsked: admin.budget_asked,
         ev.PlanAsked: admin.plan_asked,
         ev.ApplyAsked: admin.apply_asked,

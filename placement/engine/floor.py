@@ -34,8 +34,9 @@ def floor_now(turn: Turn) -> int:
     return _found(turn)[0]
 
 
-def _reachable(turn: Turn, topology: Topology) -> int:
-    """`floor_now` from the ranks."""
+def reachable(turn: Turn, topology: Topology) -> int:
+    """Failure domains, at most the configured floor, that every expert can have on these ranks; 0 =
+    they cannot hold every expert."""
     spec, config = turn.spec, turn.config
     if not config.uniform:
         return reachable_floor(
@@ -65,7 +66,7 @@ def _found(turn: Turn) -> tuple[int, npt.NDArray[np.int64]]:
     known = turn.cache.floor
     if known is None or known[0] != key:
         topology = turn.topology()
-        known = (key, _reachable(turn, topology), domain_spread(turn.layout(), topology))
+        known = (key, reachable(turn, topology), domain_spread(turn.layout(), topology))
         turn.cache.floor = known
     return known[1], known[2]
 

@@ -1,4 +1,5 @@
-"""What must be done when nothing is being done: repair, clean up, shrink, drain, apply, plan.
+"""What must be done when nothing is being done: repair, clean up, refill, shrink, drain, apply,
+plan.
 
 Responsible for the order of causes and for backing off after a failure. Computes no plan: it asks
 for one. Called by the engine once a plan has ended and no target is outstanding.
@@ -13,10 +14,11 @@ from placement.engine.outlook import scenarios_of, wary_scenarios
 from placement.engine.restore import (
     awaits_ranks,
     end_restoring,
+    refill_plan,
     rescue_plan,
     restore_plan,
 )
-from placement.engine.runs import RETRY_S, cleanup_plan, start_run, terms_of
+from placement.engine.runs import cleanup_plan, start_run, terms_of
 from placement.engine.state import (
     NEVER_S,
     Outstanding,
@@ -52,6 +54,10 @@ def next_need(turn: Turn) -> bool:
     plan = cleanup_plan(turn)
     if plan is not None:
         start_run(turn, plan, "cleanup", rule="cleanup")
+        return True
+    plan = refill_plan(turn)
+    if plan is not None:
+        start_run(turn, plan, "refill", rule="refill")
         return True
     cause = _wanted_cause(turn)
     if cause is not None:
@@ -139,7 +145,7 @@ def _ready(turn: Turn) -> bool:
     lost = sum(r.status is RankStatus.LOST and not r.draining for r in state.ranks)
     # Most of the fleet being replaced at once is a restart of everything: filling the first rank
     # back would be worse.
-    return 2 * lost <= len(state.ranks)
+    return 2 * lost <= sum(r.status is not RankStatus.REMOVED for r in state.ranks)
 
 
 def _wanted_cause(turn: Turn) -> str | None:
@@ -203,7 +209,8 @@ def _resize_ranks(turn: Turn) -> None:
             continue
         if turn.state.run is not None or not _shrunk(turn, rank):
             continue
-        if rank.resize_sent_at_s == NEVER_S or turn.at_s >= rank.resize_sent_at_s + RETRY_S:
+        again_s = rank.resize_sent_at_s + turn.config.retry_s
+        if rank.resize_sent_at_s == NEVER_S or turn.at_s >= again_s:
             rank.resize_sent_at_s = turn.at_s
             turn.commands.append(
                 SetRankSlots(

@@ -29,6 +29,8 @@ from placement.planner.plan import StepKind
 
 RANKS_MAX = 4096
 """Ranks one service may have: a bound on every array over ranks."""
+_ENDS_WITH_A_LIFE = frozenset({DrainCause.NODE, DrainCause.REPLACE})
+"""The next life is made on another node, and is the new one that was wanted."""
 
 
 def rank_joined(turn: Turn, event: RankJoined) -> None:
@@ -48,6 +50,8 @@ def rank_joined(turn: Turn, event: RankJoined) -> None:
                 profile=event.profile,
                 num_slots=event.num_slots,
                 budget_bytes=event.num_slots * turn.spec.slot_bytes,
+                group=event.group,
+                only_node=event.only_node,
             )
         )
         turn.changed()
@@ -108,10 +112,13 @@ def _why_not(turn: Turn, event: RankJoined) -> str:
     known = turn.state.ranks[event.rank : event.rank + 1]
     if known and known[0].incarnation > event.address.incarnation:
         return f"incarnation {event.address.incarnation} is older than the one already seen"
+    if known and known[0].status is RankStatus.REMOVED:
+        return "it was removed; an operator may add it again"
     return ""
 
 
-def _steps_on(turn: Turn, rank: int) -> list[StepRun]:
+def steps_on(turn: Turn, rank: int) -> list[StepRun]:
+    """Steps that put something into a slot of the rank, or take it out, and have not ended."""
     run = turn.state.run
     steps = [*turn.state.parked.values(), *(run.steps.values() if run is not None else ())]
     return [s for s in steps if s.step.slot.rank == rank and not is_terminal(s.step.kind, s.state)]
@@ -124,7 +131,7 @@ def _reconcile(turn: Turn, rank: RankState, event: RankJoined) -> None:
     # An add that has not begun has no slot yet: the one that it waits for is still the removal's.
     steps = {
         s.step.slot.index: s
-        for s in _steps_on(turn, rank.rank)
+        for s in steps_on(turn, rank.rank)
         if s.step.kind is StepKind.REMOVE or s.state != AddState.PLANNED
     }
     gone = False
@@ -178,7 +185,7 @@ def _resume(turn: Turn, step: StepRun, found: ResidentSlot | None) -> None:
             mine and found is not None and found.verified
         ):
             fire(turn, step, StepEvent.FAILED, "no longer resident")
-        elif step.state != AddState.PLANNED:
+        else:
             fire(turn, step, StepEvent.RESUMED)
             if step.state in (AddState.RESERVED, AddState.COPYING):
                 step.deadline_s = turn.at_s + turn.config.copy_timeout_s
@@ -231,16 +238,9 @@ def rank_lost(
     held = rank.holds
     if held:
         remember_listed(turn, rank)
-    steps = _steps_on(turn, rank_id)
     lost_slots = frozenset((rank_id, i) for i in range(len(rank.slots)))
-    rank.status = RankStatus.LOST
     rank.incarnation = incarnation
-    rank.slots = []
-    rank.address = None
-    rank.suspected_at_s = rank.resize_sent_at_s = NEVER_S
-    # The next life is made on another node.
-    rank.drained_by = tuple(cause for cause in rank.drained_by if cause is not DrainCause.NODE)
-    turn.changed()
+    steps = _end_life(turn, rank, RankStatus.LOST)
     turn.record(
         "rank_lost",
         "noted",
@@ -259,6 +259,25 @@ def rank_lost(
     turn.state.retry_at_s.clear()
     if replace and not rank.draining:
         turn.commands.append(ReplaceRank(rank=rank_id, lost_incarnation=incarnation))
+
+
+def _end_life(turn: Turn, rank: RankState, status: RankStatus) -> list[StepRun]:
+    """Nothing is held there any more. Returns the steps that were open on it."""
+    steps = steps_on(turn, rank.rank)
+    rank.status = status
+    rank.slots = []
+    rank.address = None
+    rank.suspected_at_s = rank.resize_sent_at_s = NEVER_S
+    rank.drained_by = tuple(c for c in rank.drained_by if c not in _ENDS_WITH_A_LIFE)
+    turn.changed()
+    return steps
+
+
+def rank_gone(turn: Turn, rank: RankState, status: RankStatus, why: str) -> None:
+    """An empty rank is let go: nothing relied on it, so nothing is recalled or repaired."""
+    for step in _end_life(turn, rank, status):
+        fire(turn, step, StepEvent.RANK_LOST, f"rank {rank.rank} {why}")
+    turn.state.table_dirty = True
 
 
 def rank_suspected(turn: Turn, rank_id: int, reason: str) -> None:

@@ -1,14 +1,15 @@
-"""Plans that need no policy: the layout of before a total loss, and experts without a replica put
-wherever a slot is free.
+"""Plans that need no policy: the layout of before a total loss or of before a shard was replaced,
+and experts without a replica put wherever a slot is free.
 
 Responsible for their steps. Starts no plan and drops no expert's last replica. Called by needs and
 ranks.
 
 *Restore.* When everything was lost, the layout that the newest table listed is known slot by slot.
 Ranks that come back are filled as they were, and nothing is planned anew before they had the time
-to. *Rescue.* Where the ranks that are left cannot hold every expert, no policy has a layout to
-propose. Then experts without a replica take, hottest first, what slots there are: staging slots
-too, and those of surplus replicas.
+to. *Refill.* A shard that was replaced on request is filled as its last life was. *Rescue.* Where
+the ranks that are left cannot hold every expert, no policy has a layout to propose. Then experts
+without a replica take, hottest first, what slots there are: staging slots too, and those of surplus
+replicas.
 """
 
 from __future__ import annotations
@@ -107,6 +108,29 @@ def restore_plan(turn: Turn) -> Plan | None:
             if key >= 0:
                 holders[key] += 1
                 owed.setdefault(rank.rank, []).append((index, key))
+    return _put_back(turn, owed, holders, "as before everything was lost")
+
+
+def refill_plan(turn: Turn) -> Plan | None:
+    """Adds that give ranks whose shard was replaced what it held; None where nothing is owed. They
+    are owed once: what does not come now is left to the balance."""
+    owed: dict[int, list[tuple[int, int]]] = {}
+    holders = turn.layout().replica_counts.reshape(-1).copy()
+    for rank in turn.state.ranks:
+        if rank.owed_keys and _takes(rank):
+            owed[rank.rank] = [(i, key) for i, key in enumerate(rank.owed_keys) if key >= 0]
+            rank.owed_keys = []
+    return _put_back(turn, owed, holders, "as before its shard was replaced")
+
+
+def _put_back(
+    turn: Turn,
+    owed: dict[int, list[tuple[int, int]]],
+    holders: npt.NDArray[np.int64],
+    reason: str,
+) -> Plan | None:
+    """Adds into the very slots, as far as they are free and the rank has room. owed: (slot, key) by
+    rank. holders: int64 [keys], replicas there are and will be."""
     draft = _Draft()
     for number in sorted(owed):
         rank = turn.rank(number)
@@ -117,7 +141,7 @@ def restore_plan(turn: Turn) -> Plan | None:
         for index, key in sorted(owed[number], key=lambda o: (bool(holders[o[1]] > 1), o[0])):
             if room <= 0 or not _is_empty(rank, index) or key in here:
                 continue
-            draft.add(turn, SlotId(number, index), key, "as before everything was lost")
+            draft.add(turn, SlotId(number, index), key, reason)
             here.add(key)
             room -= 1
     return draft.plan(turn)

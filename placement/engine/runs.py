@@ -30,10 +30,7 @@ from placement.migration import AddState, RemoveState, is_terminal
 from placement.planner.gate import Terms, moved
 from placement.planner.plan import Move, MoveKind, Plan, PlannedStep, StepKind
 
-RETRY_S = 5.0
-"""Wait before a cause whose plan failed or was empty is tried again; a change of ranks ends the
-wait at once."""
-FILLS = frozenset({"initial", "restore"})
+FILLS = frozenset({"initial", "restore", "refill"})
 """Causes that fill empty ranks: nothing moves by them."""
 QUIET_CAUSES = FILLS | {"cleanup"}
 """Causes whose moves are too many and too plain for a record each."""
@@ -216,7 +213,7 @@ def did_its_work(step: StepRun) -> bool:
 
 def back_off(turn: Turn, cause: str) -> None:
     """Do not ask again for this cause for a while."""
-    turn.state.retry_at_s[cause] = turn.at_s + RETRY_S
+    turn.state.retry_at_s[cause] = turn.at_s + turn.config.retry_s
 
 
 def finish_run(turn: Turn) -> None:

@@ -53,19 +53,21 @@ class SlotState(msgspec.Struct):
 
 class RankStatus(StrEnum):
     """EXPECTED: never seen. LIVE: joined. RESTORED: joined before the controller restarted, not
-    heard since. LOST."""
+    heard since. LOST: a new shard is wanted, once nothing drains the rank. REMOVED: it has left,
+    and keeps its number for the day it may come back."""
 
     EXPECTED = "expected"
     LIVE = "live"
     RESTORED = "restored"
     LOST = "lost"
+    REMOVED = "removed"
 
 
 class RankState(msgspec.Struct, kw_only=True):
     """One rank. `wanted_slots` >= 0: a lower budget was asked for and is not applied yet.
 
-    `drained_by`: why it is to hold nothing, sorted; each cause ends by itself. NODE stands only
-    while the rank holds something: a node's drain ends for it with the life that was there.
+    `drained_by`: why it is to hold nothing, sorted; each cause ends by itself. NODE and REPLACE
+    stand only while the rank holds something: they end for it with the life that was there.
     """
 
     rank: int
@@ -86,6 +88,14 @@ class RankState(msgspec.Struct, kw_only=True):
     lost_keys: list[int] = []
     """Of a lost rank: the key that the newest table listed in each slot, EMPTY for none."""
     lost_at_s: float = -NEVER_S
+    owed_keys: list[int] = []
+    """Of a rank that is being replaced: the key it listed in each slot when that was asked for,
+    EMPTY for none. Its next life is filled so."""
+    group: int = -1
+    """Group of the service file that an added rank's shard is made from; -1 = the file itself names
+    the rank."""
+    only_node: str = ""
+    """The only node its shard may run on, "" = any its group allows."""
 
     @property
     def holds(self) -> bool:

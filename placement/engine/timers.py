@@ -7,7 +7,6 @@ step.
 from __future__ import annotations
 
 from placement.engine.ranks import drop_silent_ranks
-from placement.engine.runs import RETRY_S
 from placement.engine.source import source_failed
 from placement.engine.stall import (
     SHOWN_S,
@@ -119,8 +118,9 @@ def _times(turn: Turn) -> list[float]:
         if rank.suspected_at_s != NEVER_S:
             times.append(rank.suspected_at_s + turn.config.rank_silence_s)
         # A time that is over waits for the running plan to end: it is no time to be woken at.
-        if rank.wanted_slots >= 0 and rank.resize_sent_at_s + RETRY_S > turn.at_s:
-            times.append(rank.resize_sent_at_s + RETRY_S)
+        again_s = rank.resize_sent_at_s + turn.config.retry_s
+        if rank.wanted_slots >= 0 and again_s > turn.at_s:
+            times.append(again_s)
     times.extend(silence_ends_at(turn, r) for r in state.routers.values())
     grace = state.started_at_s + JOIN_GRACE_S
     if grace > turn.at_s and not all([r.status is RankStatus.LIVE for r in state.ranks]):

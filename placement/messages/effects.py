@@ -152,6 +152,13 @@ class ReplaceRank(Command, frozen=True, kw_only=True, tag=True, eq=False):
     lost_incarnation: int
 
 
+class EndRank(Command, frozen=True, kw_only=True, tag=True, eq=False):
+    """End the shard of a rank that has left, and create none. There is no answer."""
+
+    rank: int
+    incarnation: int
+
+
 class ReplaceRouter(Command, frozen=True, kw_only=True, tag=True, eq=False):
     """Create a new router for a lost one. The answer is RouterJoined."""
 
@@ -173,12 +180,21 @@ class Answer(Command, frozen=True, kw_only=True, tag=True, eq=False):
     plan_id: str = ""
     plan: Plan | None = None
     missing_bytes: int = 0
+    rank: int = -1
+    """The rank that was added, removed or replaced."""
 
 
 ShardCommand = ReserveSlot | CopyExpert | VerifyExpert | AbortAdd | ReleaseSlot | SetRankSlots
 """What a shard obeys."""
 AnyCommand = (
-    ComputeTarget | ShardCommand | PublishTable | ReplaceRank | ReplaceRouter | WakeAt | Answer
+    ComputeTarget
+    | ShardCommand
+    | PublishTable
+    | ReplaceRank
+    | EndRank
+    | ReplaceRouter
+    | WakeAt
+    | Answer
 )
 
 

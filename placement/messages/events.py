@@ -19,10 +19,13 @@ from placement.routing import RankAddress
 
 
 class DrainCause(StrEnum):
-    """Who wants a rank empty: a person, or the cluster that empties the node it is on."""
+    """Why a rank is to be empty: a person wants it so, the cluster empties the node it is on, it is
+    to leave the service, or its shard is to be replaced by a new one."""
 
     OPERATOR = "operator"
     NODE = "node"
+    REMOVE = "remove"
+    REPLACE = "replace"
 
 
 class ResidentSlot(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +55,10 @@ class RankJoined(Event, frozen=True, kw_only=True, tag=True, eq=False):
     num_slots: int
     address: RankAddress
     resident: tuple[ResidentSlot, ...] = ()
+    group: int = -1
+    """Group of the service file it was made from, where an operator added the rank; else -1."""
+    only_node: str = ""
+    """The only node it may run on, "" = any its group allows."""
 
 
 class RankSuspected(Event, frozen=True, kw_only=True, tag=True, eq=False):
@@ -213,11 +220,49 @@ class DrainAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
 
 
 class UndrainAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
-    """One cause of a drain is over; the rank may hold replicas again once none is left."""
+    """One cause of a drain is over; the rank may hold replicas again once none is left. OPERATOR:
+    so is all that people asked for, a removal or a replacement that has not come to its end."""
 
     request_id: int
     rank: int
     cause: DrainCause = DrainCause.OPERATOR
+
+
+class RankAddAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """An operator wants one more rank, or one back that was removed. Its shard is made from a group
+    of the service file; what the engine knows of it until it has joined stands here."""
+
+    request_id: int
+    rank: int = -1
+    """A removed rank that is to come back in its own place; -1 = a new number."""
+    group: int = 0
+    """Group of the service file."""
+    profile: str = ""
+    num_slots: int = 0
+    only_node: str = ""
+    """The only node it may run on, "" = any its group allows."""
+
+
+class RankRemoveAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """A rank is to leave: emptied first, then its shard is ended and stays so. Refused where the
+    rest cannot hold every expert, or only in fewer failure domains."""
+
+    request_id: int
+    rank: int
+    accept_lower_floor: bool = False
+    """Go on where the rest can only hold every expert in fewer failure domains than now."""
+
+
+class RankReplaceAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
+    """A rank's shard is to be replaced by a new one: emptied first, then ended, and filled again as
+    it was. Refused as a removal is."""
+
+    request_id: int
+    rank: int
+    incarnation: int = -1
+    """The life to be replaced; where another is there already, nothing is left to do. -1 = the
+    present one."""
+    accept_lower_floor: bool = False
 
 
 class BudgetAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
@@ -280,6 +325,9 @@ AnyEvent = (
     | ResumeAsked
     | DrainAsked
     | UndrainAsked
+    | RankAddAsked
+    | RankRemoveAsked
+    | RankReplaceAsked
     | BudgetAsked
     | PlanAsked
     | ApplyAsked

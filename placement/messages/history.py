@@ -33,9 +33,10 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=Tru
 
 
 class Began(Fact, frozen=True, kw_only=True, tag=True):
-    """A life began. num_slots: of a shard."""
+    """A life began. `pid`: process of a real one."""
 
     place: str
+    pid: int = 0
 
 
 class Died(Fact, frozen=True, kw_only=True, tag=True):

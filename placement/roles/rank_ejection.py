@@ -72,7 +72,7 @@ class _Shard:
 
 class Ejections:
     """Who is ejected. `slowness` of a rank: how many times as long its device is declared to take
-    as the fastest, 1 where nothing is declared."""
+    as the fastest; the most of all for a rank without one, 1 where nothing is declared."""
 
     def __init__(self, rules: EjectionRules, slowness: tuple[float, ...] = ()) -> None:
         self._rules = rules
@@ -230,7 +230,10 @@ class Ejections:
             self._eject(rank, at_s, slow=True)
 
     def _declared(self, rank: int) -> float:
-        return self._slowness[rank] if rank < len(self._slowness) else 1.0
+        if rank < len(self._slowness):
+            return self._slowness[rank]
+        # Added since the router began: of any kind that is declared, so the slowest.
+        return max(self._slowness, default=1.0)
 
 
 def _median(ordered: list[float]) -> float:

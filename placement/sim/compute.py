@@ -150,10 +150,7 @@ class Compute:
             shard.stage.coverage.refused("row.refused_late")
             status[:] = Ended.REFUSED
             return _Taken(call, status, none, queue_s)
-        if call.incarnation != shard.life:
-            shard.stage.coverage.refused("row.stale")
-            status[:] = Ended.STALE
-            return _Taken(call, status, none, queue_s)
+        assert call.incarnation == shard.life, "a call reaches only the life it was sent to"
         resident = shard.slots.ledger.served(call.pair_slot, call.pair_tag)
         if bool(resident.all()):
             return _Taken(call, status, resident, queue_s)

@@ -10,10 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 
 import msgspec
 
-from placement.engine import Durability, EngineSnapshot, RebalanceEngine, compute_target
+from placement.engine import (
+    Durability,
+    EngineFacts,
+    EngineSnapshot,
+    RebalanceEngine,
+    compute_target,
+)
 from placement.load import LoadFolder
 from placement.messages import events as ev
 from placement.messages.effects import (
@@ -21,21 +28,11 @@ from placement.messages.effects import (
     AnyCommand,
     ComputeTarget,
     Effects,
+    EndRank,
     PublishTable,
     ReplaceRank,
     ReplaceRouter,
     WakeAt,
-)
-from placement.messages.history import (
-    CommandSent,
-    PlanEnded,
-    PlanStarted,
-    RankGivenUp,
-    StallReported,
-    StateWritten,
-    TablePublished,
-    WaitsShortened,
-    WindowFolded,
 )
 from placement.routing import RoutingTable
 from placement.sim.journal import JournalFull, JournalOwned, Record, SimJournal
@@ -44,28 +41,11 @@ from placement.sim.network import Part
 from placement.sim.stage import Stage
 
 FULL_RETRY_S = 0.5
+LEAST_S = 1e-9
+"""A shorter wait may be none: it does not change the sum it is added to."""
 SNAPSHOT_EVERY = 200
 """Transitions after which a snapshot follows."""
 OWN_REQUEST = 0
-_STALL_RULES = frozenset(
-    {
-        "target_failed",
-        "target_stale",
-        "plan_running",
-        "target_outstanding",
-        "not_ready",
-        "paused",
-        "no_load",
-        "nothing_better",
-        "cooldown",
-        "step_aborted",
-        "drain_wait_over",
-        "repair",
-        "drain",
-        "budget",
-        "initial",
-    }
-)
 
 
 class DiesAt(StrEnum):
@@ -88,6 +68,7 @@ class SimController(Part):
         journal: SimJournal,
         *,
         replace_rank: Callable[[SimController, ReplaceRank], None],
+        end_rank: Callable[[SimController, int], None],
         replace_router: Callable[[SimController, str], None],
         on_end: Callable[[SimController, str], None],
         on_step: Callable[[SimController, Effects], None],
@@ -112,8 +93,10 @@ class SimController(Part):
             sub_windows=stage.config.sub_windows,
             start_s=stage.clock.now_s,
         )
+        self.facts = EngineFacts(engine, stage.spec, partial(stage.note_of, self.who))
         self.liaison = Liaison(self)
         self._replace_rank = replace_rank
+        self._end_rank = end_rank
         self._replace_router = replace_router
         self._on_end = on_end
         self._on_step = on_step
@@ -121,7 +104,6 @@ class SimController(Part):
         self._wake_at_s = -1.0
         self._durable = Durability(engine, snapshot_every=SNAPSHOT_EVERY)
         self._paused_here = False
-        self._plan: tuple[str, str] | None = None
         history = engine.state.history.windows
         self._first_window = history[-1].index + 1 if history else 0
         self._next_window_s = stage.clock.now_s + stage.config.window_s
@@ -138,18 +120,9 @@ class SimController(Part):
         event = msgspec.structs.replace(event, at_s=self.clock.now_s - self.step_back_s)
         effects = self.engine.step(event)
         self.inputs.append((event, effects))
-        self._note_plan()
+        self.facts.stepped(event, effects)
         for record in effects.records:
             self._count(record.rule, record.outcome)
-            if record.rule == "rank_lost":
-                rank = self.engine.state.ranks[int(record.numbers["rank"])]
-                life = rank.incarnation
-                self.stage.note(RankGivenUp, self.who, rank=rank.rank, incarnation=life)
-            if record.rule in _STALL_RULES:
-                self.stage.note(StallReported, self.who, term=self.term, why=record.rule)
-        if isinstance(event, ev.BudgetAsked) and _granted(effects):
-            wait_s = self.stage.config.budget_drain_wait_s
-            self.stage.note(WaitsShortened, self.who, term=self.term, wait_s=wait_s)
         self._on_step(self, effects)
         if self.alive:
             self._write_and_execute(effects)
@@ -163,24 +136,6 @@ class SimController(Part):
             coverage.refused("target.stale")
         elif (rule, outcome) == ("target_failed", "refused"):
             coverage.refused("target.failed")
-
-    def _note_plan(self) -> None:
-        run = self.engine.state.run
-        now = None if run is None else (run.plan_id, run.cause)
-        if now == self._plan:
-            return
-        if self._plan is not None:
-            self.stage.note(PlanEnded, self.who, plan_id=self._plan[0], outcome="ended", why="")
-        self._plan = now
-        if run is not None:
-            self.stage.note(
-                PlanStarted,
-                self.who,
-                term=self.term,
-                plan_id=run.plan_id,
-                cause=run.cause,
-                drain_wait_s=run.drain_wait_s,
-            )
 
     def _write_and_execute(self, effects: Effects) -> None:
         for command in effects.commands:
@@ -223,25 +178,7 @@ class SimController(Part):
         self.journal.write(self.term, record, self.engine.state.epoch, torn=torn)
         self._durable.written(effects)
         if not torn:
-            self._note_written(effects)
-
-    def _note_written(self, effects: Effects) -> None:
-        for t in effects.transitions:
-            self.stage.note(
-                StateWritten,
-                self.who,
-                term=self.term,
-                epoch=t.epoch,
-                plan_id=t.plan_id,
-                step_id=t.step_id,
-                kind=t.kind.value,
-                rank=t.rank,
-                slot=t.slot,
-                slot_tag=t.slot_tag,
-                key=self.stage.spec.key(t.layer, t.expert),
-                before=t.before,
-                after=t.after,
-            )
+            self.facts.written(effects)
 
     def _execute(self, effects: Effects, *, only_first: bool = False) -> None:
         now_s = self.clock.now_s
@@ -252,8 +189,6 @@ class SimController(Part):
         ]
         for command in commands[: 1 if only_first else None]:
             self._carry_out(command)
-            if not self.alive:
-                return
 
     def _carry_out(self, command: AnyCommand) -> None:
         match command:
@@ -268,53 +203,21 @@ class SimController(Part):
                     self.stage.coverage.refused(f"admin.{command.code}")
             case ReplaceRank():
                 self._replace_rank(self, command)
+            case EndRank():
+                self._end_rank(self, command.rank)
             case ReplaceRouter():
                 self._replace_router(self, command.router)
             case WakeAt():
                 raise AssertionError("it was taken before")
             case _:
-                self._note_sent(command)
+                self.facts.sent(command)
                 self.liaison.submit(command)
-
-    def _note_sent(self, command: AnyCommand) -> None:
-        self.stage.note(
-            CommandSent,
-            self.who,
-            term=self.term,
-            command=type(command).__name__,
-            step_id=getattr(command, "step_id", -1),
-            rank=getattr(command, "rank", -1),
-            incarnation=getattr(command, "incarnation", -1),
-            slot=getattr(command, "slot", -1),
-            slot_tag=getattr(command, "slot_tag", -1),
-        )
 
     def _publish(self, table: RoutingTable) -> None:
         if not table.is_newer(self.table):
             return  # a full disk held it back, and a newer one says all that it said
         self.table = table
-        spec = self.stage.spec
-        keys = [
-            key
-            for key in range(spec.num_keys)
-            for _ in range(int(table.replica_ptr[key + 1]) - int(table.replica_ptr[key]))
-        ]
-        listed = zip(
-            keys,
-            table.replica_rank.tolist(),
-            table.replica_slot.tolist(),
-            table.replica_tag.tolist(),
-            strict=True,
-        )
-        self.stage.note(
-            TablePublished,
-            self.who,
-            term=table.term,
-            epoch=table.epoch,
-            num_keys=spec.num_keys,
-            listed=tuple(listed),
-            lives=tuple((r.rank, r.incarnation) for r in table.ranks),
-        )
+        self.facts.published(table)
         self.liaison.publish(table)
 
     # -- a disk without room -----------------------------------------------------------------------
@@ -345,10 +248,8 @@ class SimController(Part):
             self.after(FULL_RETRY_S, self._write_withheld)
             return
         for effects in self._durable.all_written(self.engine, self.clock.now_s):
-            self._note_written(effects)
+            self.facts.written(effects)
             self._execute(effects)
-            if not self.alive:
-                return
         if self._paused_here:
             self._paused_here = False
             self.feed(ev.ResumeAsked(at_s=0.0, request_id=OWN_REQUEST))
@@ -365,23 +266,14 @@ class SimController(Part):
             return
         early_s = at_s - (self.clock.now_s - self.step_back_s)
         if early_s > 0:  # the clock was set back meanwhile
-            self.after(early_s, lambda: self._woken(at_s))
+            self.after(max(early_s, LEAST_S), lambda: self._woken(at_s))
             return
         self.feed(ev.TimerFired(at_s=at_s))
 
     def _close_window(self) -> None:
         window = self.folder.close(self.clock.now_s)
         window = msgspec.structs.replace(window, index=self._first_window + window.index)
-        demand = window.demand.sum(axis=(0, 1)).reshape(-1)
-        keys = demand.nonzero()[0].tolist()
-        self.stage.note(
-            WindowFolded,
-            self.who,
-            term=self.term,
-            index=window.index,
-            demand=tuple((key, int(demand[key])) for key in keys),
-            executed=int(window.executed_pairs.sum()),
-        )
+        self.facts.folded(window)
         self.feed(ev.WindowClosed(at_s=0.0, window=window))
         window_s = self.stage.config.window_s
         self._next_window_s = max(self._next_window_s + window_s, self.clock.now_s)
@@ -398,7 +290,3 @@ class SimController(Part):
         if self.alive:
             self.die()
             self._on_end(self, cause)
-
-
-def _granted(effects: Effects) -> bool:
-    return any(isinstance(c, Answer) and c.code == "ok" for c in effects.commands)

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import msgspec
 
 from placement.engine import EngineSnapshot, RebalanceEngine
+from placement.engine.state import RankStatus
 from placement.messages import events as ev
 from placement.messages.effects import Effects, ReplaceRank
 from placement.messages.events import AnyEvent
-from placement.messages.history import Began, DemandUnsure, Died, Recovered
-from placement.migration import is_terminal
+from placement.messages.history import Began, DemandUnsure, Died
 from placement.roles.router_records import RouterRules
 from placement.sim.controller import SimController
 from placement.sim.journal import Image, Record, SimJournal
@@ -97,6 +97,7 @@ class Fleet:
             engine,
             self.journal,
             replace_rank=self.replace_rank,
+            end_rank=self.end_rank,
             replace_router=self.replace_router,
             on_end=self._ended,
             on_step=self._on_step,
@@ -104,7 +105,7 @@ class Fleet:
         self._note_unsure(controller)
         self.controllers.append(controller)
         stage.note(Began, controller.who, term=term, place="controller")
-        self._note_recovered(controller, image)
+        controller.facts.recovered(journal=image.snapshot is not None, torn=image.torn)
         self.journal.write(term, Record(snapshot=engine.snapshot()), engine.state.epoch)
         until_s = clock.now_s + DESCRIBE_S
         self._meet(controller, sorted(stage.shards), list(self.router_names), until_s)
@@ -148,24 +149,6 @@ class Fleet:
             twice=tuple(sorted(kept.items())),
         )
 
-    def _note_recovered(self, controller: SimController, image: Image) -> None:
-        state = controller.engine.state
-        steps = dict(state.parked)
-        if state.run is not None:
-            steps |= state.run.steps
-        open_steps = tuple(
-            (i, s.state) for i, s in sorted(steps.items()) if not is_terminal(s.step.kind, s.state)
-        )
-        self.stage.note(
-            Recovered,
-            controller.who,
-            term=controller.term,
-            epoch=state.epoch,
-            journal=image.snapshot is not None,
-            open_steps=open_steps,
-            torn=image.torn,
-        )
-
     def _meet(
         self, boss: SimController, ranks: list[int], routers: list[str], until_s: float
     ) -> None:
@@ -174,7 +157,9 @@ class Fleet:
         late_ranks, late_routers = [], []
         for rank in ranks:
             shard = stage.shards[rank]
-            if shard.alive and _answers(shard) and network.reaches(boss, shard):
+            if _removed(boss, rank):
+                self.kill(shard, "left")
+            elif shard.alive and _answers(shard) and network.reaches(boss, shard):
                 boss.liaison.welcome_shard(shard)
             elif shard.alive:
                 late_ranks.append(rank)
@@ -240,8 +225,20 @@ class Fleet:
         start_s = self.stage.dice.around(self.stage.delays.start_s)
         boss.after(start_s, lambda: self._make(boss, command.rank))
 
+    def end_rank(self, boss: SimController, rank: int) -> None:
+        """End the life of a rank that has left; there is none after it."""
+        boss.liaison.drop_shard(rank)
+        shard = self.stage.shards.get(rank)
+
+        def end() -> None:
+            # Unless it was wanted again meanwhile, and has another life.
+            if shard is not None and rank not in boss.liaison.shards:
+                self.kill(shard, "left")
+
+        boss.after(self.stage.dice.around(self.stage.delays.network_s), end)
+
     def _make(self, boss: SimController, rank: int) -> None:
-        if rank in boss.liaison.shards:
+        if rank in boss.liaison.shards or _removed(boss, rank):
             return
         old = self.stage.shards.get(rank)
         if old is not None and old.alive:
@@ -286,7 +283,7 @@ class Fleet:
 
         boss.after(self.stage.dice.around(self.stage.delays.start_s), make)
 
-    def kill(self, part: Part, cause: str) -> None:
+    def kill(self, part: SimShard | SimRouter, cause: str) -> None:
         """End a shard or router, now. Routers notice a broken connection."""
         if not part.alive:
             return
@@ -295,13 +292,18 @@ class Fleet:
         if isinstance(part, SimShard):
             for router in self.stage.routers.values():
                 self._tell_broken(router, part)
-        elif isinstance(part, SimRouter):
+        else:
             self.stage.lost_demand(part)
 
     def _tell_broken(self, router: SimRouter, shard: SimShard) -> None:
         if self.stage.network.reaches(shard, router):
             hop_s = self.stage.dice.around(self.stage.delays.network_s)
             router.after(hop_s, lambda: router.disconnected(shard.rank, shard.life))
+
+
+def _removed(boss: SimController, rank: int) -> bool:
+    ranks = boss.engine.state.ranks
+    return rank < len(ranks) and ranks[rank].status is RankStatus.REMOVED
 
 
 def _answers(part: Part) -> bool:

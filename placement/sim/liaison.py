@@ -324,7 +324,7 @@ class Liaison:
         if not self._holds(known):
             return
         if not known.part.alive:
-            self.lose_shard(known, "the process is gone")
+            self._lose_shard(known)
         elif not self._explained(known) and not known.suspected:
             known.suspected = True
             shard = known.part
@@ -338,15 +338,13 @@ class Liaison:
             assert isinstance(shard, SimShard), "ranks are cleared"
             self._boss.feed(ev.RankCleared(at_s=0.0, rank=shard.rank))
 
-    def lose_shard(self, known: Known, why: str) -> None:
-        """The shard is gone with all it held."""
+    def _lose_shard(self, known: Known) -> None:
         shard = known.part
         assert isinstance(shard, SimShard), "ranks are lost"
-        if self._holds(known):
-            del self.shards[shard.rank]
-            self._boss.folder.forget(shard.place)
-            lost = ev.RankLost(at_s=0.0, rank=shard.rank, incarnation=shard.life, reason=why)
-            self._boss.feed(lost)
+        del self.shards[shard.rank]
+        self._boss.folder.forget(shard.place)
+        why = "the process is gone"
+        self._boss.feed(ev.RankLost(at_s=0.0, rank=shard.rank, incarnation=shard.life, reason=why))
 
     def _poll_router(self, known: Known) -> None:
         if not self._holds(known):

@@ -94,7 +94,7 @@ class Operators:
             whole = self._stage.topology.ranks[rank.rank].num_slots
             number = rank.rank
             if rank.draining:
-                self._harm.people.undrain(number)
+                self._harm.people.bring_back(number)
             wanted = rank.wanted_slots if rank.wanted_slots >= 0 else rank.num_slots
             if wanted != whole:
                 self._harm.ask(partial(_budget, number, whole * size))

@@ -110,8 +110,8 @@ class SimRouter(Part):
             self._fetching = False
 
         def came(table: RoutingTable | None) -> None:
-            if table is not None:
-                self.install(table, lambda _epoch: None)
+            assert table is not None, "a shard that is ahead has a table"
+            self.install(table, lambda _epoch: None)
             over()
 
         network.send(
@@ -315,9 +315,7 @@ class SimRouter(Part):
         self._bell = None
         now_s = self.clock.now_s
         for call_id, key in self.role.hedges_due(now_s):
-            flight = self.flights.get(key)
-            if flight is not None:
-                self._cover(flight, call_id, Cause.HEDGE)
+            self._cover(self.flights[key], call_id, Cause.HEDGE)
         for step in self.role.overdue(now_s):
             self._apply(step)
         self._start_retries()
@@ -341,8 +339,7 @@ class SimRouter(Part):
 
     def _end(self, flight: Flight, outcome: str, detail: str) -> None:
         """Close the request: combine or drop, tell the caller, give the permit back."""
-        if self.flights.pop(flight.key, None) is None:
-            return
+        del self.flights[flight.key]
         added = self.role.close_request(flight.key)
         for timer in flight.timers:
             timer.cancel()

@@ -70,20 +70,21 @@ def replay_command(seed: int) -> str:
     return f"make sim SEEDS=1 FIRST_SEED={seed}"
 
 
-def run(seed: int) -> Outcome:
-    """Live through a seed and check everything. Whatever goes wrong, an InvariantBroken of the
+def run(seed: int, *, elastic: bool = False) -> Outcome:
+    """Live through a seed and check everything. elastic: ranks are also removed, added again and
+    replaced (`PeopleHarm`). Whatever goes wrong, an InvariantBroken of the
     checkers or an assertion of production code, is raised as InvariantBroken that names the seed
     and the command that replays it."""
     try:
-        return _run(seed)
+        return _run(seed, elastic)
     except AssertionError as broken:
         raise InvariantBroken(
             f"{str(broken) or type(broken).__name__} [seed {seed}; replay: {replay_command(seed)}]"
         ) from broken
 
 
-def _run(seed: int) -> Outcome:
-    world = World(seed)
+def _run(seed: int, elastic: bool) -> Outcome:
+    world = World(seed, elastic=elastic)
     clock = world.stage.clock
     while clock.now_s < SAFETY_MAX_S and not world.nemesis.done:
         clock.run_until(clock.now_s + LOOK_S)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 from placement.messages.effects import (
     AbortAdd,
@@ -162,6 +163,8 @@ class SimShard(Part):
                 return self.slots.release(command)
             case SetRankSlots():
                 return self.slots.resize(command)
+            case _:
+                assert_never(command)
 
     def _reserve(self, command: ReserveSlot) -> ShardAnswer:
         if self.trouble.no_memory and command.slot not in self.cells:
@@ -186,7 +189,7 @@ class SimShard(Part):
             reply(answer)
 
         def too_late() -> None:
-            if answered not in waiting:
+            if self._waiting.get(step_id) is not waiting:
                 return  # answered while it stood still
             waiting.remove(answered)
             problem = "not done in time; ask again"

@@ -72,6 +72,10 @@ class Stage:
         """Note a fact, now."""
         self.recorder.note(kind, who, self.clock.now_s, **fields)
 
+    def note_of(self, who: str, kind: type[Fact], /, **fields: Any) -> None:
+        """The same for whoever is given a way to note its own facts."""
+        self.note(kind, who, **fields)
+
     def lost_demand(self, router: SimRouter) -> None:
         """A router's life ended with demand that no controller has acknowledged: it may have been
         counted or not."""

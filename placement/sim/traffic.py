@@ -53,6 +53,7 @@ class Traffic:
     def __init__(
         self, spec: MoeSpec, dice: Dice, *, exponent: float, rows_max: int, deadline_s: float
     ) -> None:
+        assert spec.top_k == 2, "a row has a first and a second choice"
         self._spec = spec
         self._dice = dice
         self._rows_max = rows_max
@@ -81,7 +82,7 @@ class Traffic:
         second = first - again + np.roll(again, 1)
         share = np.zeros((spec.num_layers, spec.num_experts))
         for layer in range(spec.num_layers):
-            share[layer, self._order[layer]] = (first + second) / 2 if spec.top_k > 1 else first
+            share[layer, self._order[layer]] = (first + second) / 2
         return share
 
     def draw(self) -> Request:
@@ -92,9 +93,8 @@ class Traffic:
         shape = (rows, spec.top_k)
         place = np.searchsorted(self._steps, dice.rng.random(shape))
         place = np.minimum(place, spec.num_experts - 1)
-        if spec.top_k > 1:
-            same = place[:, 1] == place[:, 0]
-            place[same, 1] = (place[same, 1] + 1) % spec.num_experts
+        same = place[:, 1] == place[:, 0]
+        place[same, 1] = (place[same, 1] + 1) % spec.num_experts
         ids = self._order[layer][place].astype(np.int32)
         valid = (dice.rng.random(shape) < VALID_SHARE).astype(np.uint8)
         sound = not dice.chance(NONSENSE_SHARE)

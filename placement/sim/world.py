@@ -37,9 +37,9 @@ NODE_RANKS = 2
 
 
 class World:
-    """A service drawn from a seed. `faults`: how many befall it."""
+    """A service drawn from a seed. `faults`: how many befall it. `elastic`: see `PeopleHarm`."""
 
-    def __init__(self, seed: int, *, faults: int = FAULTS) -> None:
+    def __init__(self, seed: int, *, faults: int = FAULTS, elastic: bool = False) -> None:
         dice = Dice(seed)
         clock = VirtualClock(Dice(seed, 1))
         spec = _spec(dice)
@@ -91,7 +91,7 @@ class World:
             self._stepped,
             start_ranks=self.start_ranks,
         )
-        self.harm = Harm(self.stage, self.fleet, self.traffic, self.flow)
+        self.harm = Harm(self.stage, self.fleet, self.traffic, self.flow, elastic=elastic)
         self.nemesis = Nemesis(self.harm, deque(aims_of(seed, faults) if faults else ()))
         self.operators = Operators(self.stage, self.harm)
         self._client = Part("client", 0, clock)

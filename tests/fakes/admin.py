@@ -53,6 +53,9 @@ def make_placement(**fields: object) -> pb.GetPlacementResponse:
             backlog_s=0.0004 * rank,
             pid=100 + rank,
             profile="declared-cpu",
+            memory=pb.RankMemory(
+                slab_bytes=9 * MIB, free_bytes=3 * MIB, largest_free_run_bytes=(3 - rank) * MIB
+            ),
             slots=[
                 pb.Slot(index=0, layer=0, expert=rank, tag=1, state="LISTED"),
                 pb.Slot(index=1, layer=1, expert=rank, tag=2, state="LISTED"),
@@ -196,6 +199,32 @@ class FakeAdmin:
         if rank == 1:
             raise FailedPrecondition("rank 1 cannot be drained: 4 slots short on the others")
         return pb.DrainRankResponse(plan_id="2-5", message="rank 0: 2 replicas will move")
+
+    def add_rank(self, group: int, node: str, again: int | None) -> pb.AddRankResponse:
+        self.asked.append(("add_rank", group, node, again))
+        return pb.AddRankResponse(rank=2, message="rank 2 is being started")
+
+    def remove_rank(self, rank: int, accept_lower_floor: bool) -> pb.RemoveRankResponse:
+        self.asked.append(("remove_rank", rank, accept_lower_floor))
+        if rank == 1:
+            raise FailedPrecondition("the other ranks lack 4 slots")
+        return pb.RemoveRankResponse(message=f"rank {rank} is to leave")
+
+    def replace_rank(
+        self, rank: int, incarnation: int, accept_lower_floor: bool
+    ) -> pb.ReplaceRankResponse:
+        self.asked.append(("replace_rank", rank, incarnation, accept_lower_floor))
+        return pb.ReplaceRankResponse()
+
+    def replace_router(
+        self, router: str, incarnation: int, accept_gap: bool
+    ) -> pb.ReplaceRouterResponse:
+        self.asked.append(("replace_router", router, incarnation, accept_gap))
+        return pb.ReplaceRouterResponse()
+
+    def restart_controller(self, term: int) -> pb.RestartControllerResponse:
+        self.asked.append(("restart_controller", term))
+        return pb.RestartControllerResponse(term=term)
 
     def undrain(self, rank: int) -> None:
         self.asked.append(("undrain", rank))

@@ -14,8 +14,8 @@ from moe_serve.controller.settings import (
     ExpectedRank,
     SupervisionLimits,
 )
-from moe_serve.errors import MoeServeError
-from moe_serve.ports import NodeInfo
+from moe_serve.errors import MoeServeError, Unavailable
+from moe_serve.ports import Fleet, NodeInfo
 from placement.config import RebalanceConfig
 from tests.builders import PROFILE, make_spec
 from tests.fakes.fleet import FakeCluster, FakeFleet, FakeShardPort
@@ -98,18 +98,28 @@ class Rig:
 
 @asynccontextmanager
 async def controller(
-    settings: ControllerSettings, cluster: FakeCluster, owner: str = "here"
+    settings: ControllerSettings,
+    cluster: FakeCluster,
+    owner: str = "here",
+    fleet: Fleet | None = None,
 ) -> AsyncIterator[Rig]:
+    """`fleet`: its way to the cluster, where that is not the direct one."""
     fatal: list[BaseException] = []
     service = ControllerService(
         settings,
-        FakeFleet(cluster),
+        fleet or FakeFleet(cluster),
         owner=owner,
         serve_admin=False,
         crash=crash,
         on_fatal=fatal.append,
     )
-    await service.start()
+    while True:
+        try:
+            await service.start()
+        except Unavailable:  # the cluster gave no answer: production tries again, too
+            assert fleet is not None
+            continue
+        break
     try:
         yield Rig(service, cluster)
     finally:

@@ -14,7 +14,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from moe_serve.errors import StaleTerm, StartRefused, Unavailable
-from moe_serve.ports import NodeInfo, RouterInfo, RouterReport, ShardInfo, ShardReport
+from moe_serve.ports import (
+    FILE_PLACE,
+    NodeInfo,
+    RankPlace,
+    RouterInfo,
+    RouterReport,
+    ShardInfo,
+    ShardReport,
+)
 from placement.load import DemandReport, HotnessReport
 from placement.messages.effects import (
     AbortAdd,
@@ -35,18 +43,28 @@ class FakeShardPort:
     """One shard life. `copy_s`: seconds a copy takes. `hang`: reports and probes never answer."""
 
     def __init__(
-        self, cluster: FakeCluster, name: str, rank: int, incarnation: int, node: str
+        self,
+        cluster: FakeCluster,
+        name: str,
+        rank: int,
+        incarnation: int,
+        node: str,
+        place: RankPlace = FILE_PLACE,
     ) -> None:
         self.cluster = cluster
+        self.place = place
         self.name, self.rank, self.incarnation, self.node = name, rank, incarnation, node
         spec = cluster.spec
         self.slots = ShardSlots(
             rank=rank,
             incarnation=incarnation,
-            num_slots=cluster.num_slots[rank],
+            num_slots=(
+                cluster.num_slots[rank] if place.group < 0 else cluster.group_slots[place.group]
+            ),
             slot_bytes=spec.slot_bytes,
             weights_version=spec.weights_version,
         )
+        self.weights_version = spec.weights_version
         self.alive = True
         self.hang = False
         self.busy = False
@@ -73,6 +91,9 @@ class FakeShardPort:
             highest_term=self.slots.highest_term,
             highest_epoch=max(0, self.slots.highest_epoch),
             resident=self.slots.ledger.resident(),
+            group=self.place.group,
+            only_node=self.place.only_node,
+            weights_version=self.weights_version,
         )
 
     async def fence(self, term: int) -> ShardInfo:
@@ -225,6 +246,7 @@ class FakeRouterPort:
         self.peers: tuple[str, ...] = ()
         self.suspects: tuple[tuple[int, int, str], ...] = ()
         self.counted: dict[int, int] = {}
+        self.told_peers: list[tuple[str, ...]] = []
         self.told_suspects: list[tuple[int, ...]] = []
         """Each list of suspects that differs from the one told before."""
         self.port = incarnation % 50_000
@@ -259,6 +281,7 @@ class FakeRouterPort:
             raise StaleTerm(f"term {table.term} is over", term=self._term)
         self._term = table.term
         self.peers = tuple(peers)
+        self.told_peers.append(self.peers)
         if [tuple(suspects)] != self.told_suspects[-1:]:
             self.told_suspects.append(tuple(suspects))
         if table.is_newer(self.table):
@@ -322,6 +345,8 @@ class FakeCluster:
     profile: str
     num_slots: list[int]
     nodes: list[NodeInfo]
+    group_slots: tuple[int, ...] = ()
+    """Slots of a rank that is added, by group."""
     copy_s: float = 0.0
     demand: dict[int, int] = field(default_factory=dict)
     parts: dict[str, FakePart] = field(default_factory=dict)
@@ -334,6 +359,8 @@ class FakeCluster:
     faults: list[str] = field(default_factory=list)
     deaf_kills: int = 0
     """Kills to come that find the cluster's head away."""
+    tables_come_late: bool = False
+    """What a table lacks is not compared with what is held as it arrives."""
 
     def shard(self, rank: int) -> FakeShardPort | None:
         """The newest living shard of a rank."""
@@ -383,7 +410,8 @@ class FakeCluster:
             for r in part.slots.ledger.resident()
             if r.verified
         }
-        if lost := held & set(table.missing()):
+        lost = held & set(table.missing())
+        if lost and not self.tables_come_late:
             self.faults.append(f"epoch {table.epoch} loses {sorted(lost)}, which live on")
         newest = max((t.epoch for t in self.tables), default=0)
         if table.epoch <= newest and all(t.order != table.order for t in self.tables):
@@ -414,11 +442,15 @@ class FakeFleet:
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
 
-    async def create_shard(self, name: str, rank: int, incarnation: int) -> FakeShardPort:
+    async def create_shard(
+        self, name: str, rank: int, incarnation: int, place: RankPlace = FILE_PLACE
+    ) -> FakeShardPort:
         self._may_create(str(rank), name)
         usable = [n.node for n in self.cluster.nodes if n.alive and n.draining_deadline_s is None]
-        node = usable[rank % len(usable)]
-        part = FakeShardPort(self.cluster, name, rank, incarnation, node)
+        node = place.only_node or usable[rank % len(usable)]
+        if node not in usable:
+            raise StartRefused(f"no node named {node!r} that takes parts")
+        part = FakeShardPort(self.cluster, name, rank, incarnation, node, place)
         self.cluster.parts[name] = part
         return part
 

@@ -16,7 +16,7 @@ from moe_serve.controller.admin import PlacementServicer
 from moe_serve.controller.book import Book
 from moe_serve.errors import MoeServeError, StartRefused, Unauthenticated
 from moe_serve.router.checks import ForwardInput, check_forward
-from moe_serve.router.dispatch import ForwardOutput
+from moe_serve.router.flight import ForwardOutput
 from moe_serve.router.service import DispatchServicer
 from moe_serve.router.settings import RouterSettings
 from moe_serve.rpc import codec, dispatch_pb2, dispatch_pb2_grpc, placement_pb2

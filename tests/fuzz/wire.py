@@ -231,7 +231,7 @@ class Slots:
     def __init__(self) -> None:
         self.lock = threading.Condition(threading.RLock())
         self.slots: Any = self
-        self.table = None
+        self.table = self.facts = None
         self.rank, self.incarnation = 3, INCARNATION
         self.model: Any = self
         self.expert: Any = self

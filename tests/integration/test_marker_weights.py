@@ -7,27 +7,22 @@ it, so its calls are stale, retried, and must be right all the same.
 
 from __future__ import annotations
 
-import asyncio
-import threading
+import contextlib
+import io
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 
-from moe_serve.bootstrap.parts import moe_spec
-from moe_serve.config import ServiceConfig
-from moe_serve.ports import Cause, DType, RowStatus, SubCall, SubReply
-from moe_serve.router.actor import wire_channels
-from moe_serve.router.dispatch import RouterCore
-from moe_serve.router.service import RouterServer
-from moe_serve.router.settings import RouterSettings
-from moe_serve.wire.channel import ZmqShardChannel
+from moe_serve.ports import RowStatus
+from placement.messages.history import Fact
 from placement.routing import RankAddress, RoutingTable
-from placement.topology import Phase
+from tests.chaos.history import check_history, read_history
+from tests.chaos.planted_history import PLANTED, never_answered
+from tests.cut_off_router import CutOffRouter
 from tests.marker_checkpoint import (
     EXPERTS,
     LAYERS,
@@ -54,112 +49,12 @@ COPY_BYTES_PER_S = 4096
 ROUNDS_MAX = 12
 """Of two ranks each."""
 BURST = 24
+HISTORY = "history"
+"""Folder of the facts that all processes note."""
 
-_T = TypeVar("_T")
 WORKLOAD = Workload(
     lambda rng: draw(rng, marker_rows, layers=LAYERS, experts=EXPERTS, top_k=TOP_K), marker_oracle
 )
-
-
-class CutOffRouter:
-    """A real router, in this process, that the controller does not know."""
-
-    def __init__(self, config: ServiceConfig) -> None:
-        spec, layers = moe_spec(config)
-        self._settings = RouterSettings(
-            router="router-9",
-            router_number=9,
-            incarnation=1,
-            spec=spec,
-            checkpoint_layers=layers,
-        )
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self.core: RouterCore
-        self.server: RouterServer
-
-    def run(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """Run on the router's loop."""
-        return asyncio.run_coroutine_threadsafe(work(), self._loop).result(60.0)
-
-    @property
-    def address(self) -> str:
-        return self.server.address
-
-    @property
-    def counters(self) -> dict[str, float]:
-        async def ask() -> dict[str, float]:
-            return self.core.report(-1).counters
-
-        return self.run(ask)
-
-    @property
-    def table(self) -> RoutingTable:
-        table = self.core.role.table
-        assert table is not None
-        return table
-
-    @contextmanager
-    def serving(self, first: RankAddress) -> Iterator[CutOffRouter]:
-        """Serve under the table that a shard keeps now; whatever comes later is not told."""
-
-        async def start() -> None:
-            self.core = RouterCore(self._settings, wire_channels(None))
-            self.server = RouterServer(self.core)
-            await self.server.start()
-            channel = ZmqShardChannel(first)
-            table = await channel.fetch_table()
-            await channel.close()
-            assert table is not None
-            self.core.install_table(table, [self.server.address])
-
-        async def stop() -> None:
-            await self.server.stop(1.0)
-
-        self._thread.start()
-        try:
-            self.run(start)
-            yield self
-            self.run(stop)
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(5.0)
-            self._loop.close()
-
-    def ask_slot(self, address: RankAddress, layer: int, expert: int, slot: int, tag: int) -> Any:
-        """One pair of one row sent to one slot under a tag. Returns the row and the reply."""
-        row = marker_rows(np.random.default_rng(slot), 1)
-        call = SubCall(
-            router="router-9",
-            call_id=1,
-            sub_id=1,
-            request_key=1,
-            layer=layer,
-            phase=int(Phase.DECODE),
-            cause=Cause.FIRST,
-            incarnation=address.incarnation,
-            term=self.table.term,
-            epoch=self.table.epoch,
-            dtype=DType.FLOAT32,
-            timeout_s=10.0,
-            rows=row,
-            row_id=np.zeros(1, np.int32),
-            pair_row=np.zeros(1, np.int32),
-            pair_slot=np.array([slot], np.int32),
-            pair_tag=np.array([tag], np.int64),
-            pair_gate=np.ones(1, np.float32),
-            pair_k=np.zeros(1, np.int32),
-            pair_expert=np.array([expert], np.int32),
-        )
-
-        async def send() -> SubReply:
-            channel = ZmqShardChannel(address)
-            try:
-                return await channel.forward(call)
-            finally:
-                await channel.close()
-
-        return row, self.run(send)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +68,8 @@ def service(deploy_service: Any, scratch: Path) -> Service:
             slots=SLOTS,
             rebalance={"drain_wait_s": 1.0, "floor": 1},
             limits={"copy_bytes_per_s": COPY_BYTES_PER_S},
-        )
+        ),
+        history_dir=scratch / HISTORY,
     )
     # What moves here is asked for; plans of the controller's own would only blur the count.
     deployed.admin.pause("the test moves experts itself")
@@ -258,11 +154,11 @@ def check_fence(router: CutOffRouter, old: RoutingTable, new: RoutingTable) -> i
     return len(found)
 
 
-def test_outputs_are_right_while_every_expert_moves_twice(service: Service) -> None:
+def test_outputs_are_right_while_every_expert_moves_twice(service: Service, scratch: Path) -> None:
     start = service.wait_quiet()
     assert len(locations(start)) == LAYERS * EXPERTS
     moved: Counter[tuple[int, int]] = Counter(dict.fromkeys(locations(start), 0))
-    cut_off = CutOffRouter(service.config)
+    cut_off = CutOffRouter(service.config, history_dir=scratch / HISTORY)
     burst_requests, reused, worst = 0, 0, 0.0
     first = next(rank for rank in start.ranks if rank.rank == 0)
     address = RankAddress(
@@ -310,3 +206,17 @@ def test_outputs_are_right_while_every_expert_moves_twice(service: Service) -> N
     assert counters["stale_pairs"] >= rounds
     assert counters["retried_pairs"] >= rounds
     assert counters["failed"] == totals["failed"] == 0
+    # Every promise of the simulation, on the facts that the real processes noted.
+    facts = read_history(scratch / HISTORY)
+    assert check_history(facts) == []
+    check_that_faults_are_found(facts)
+
+
+def check_that_faults_are_found(facts: Sequence[Fact]) -> None:
+    """What is planted into the very facts that were content is found in them."""
+    for plant, promise in PLANTED:
+        if plant is never_answered:
+            continue  # its time may not be over yet
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = check_history(plant(facts))
+        assert any(what.startswith(f"{promise}:") for what in found), (plant.__name__, found)

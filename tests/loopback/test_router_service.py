@@ -290,6 +290,12 @@ async def test_more_than_the_default_four_mebibytes_pass() -> None:
         stub = dispatch_pb2_grpc.DispatchServiceStub(channel)
         made = arrays(rows=120_000)
         check(made, await stub.Forward(codec.forward_request(made), timeout=30))
+        too_many = codec.forward_request(arrays(rows=codec.ROWS_MAX + 1))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Forward(too_many, timeout=30)
+        error = from_rpc_error(caught.value)
+        assert [v.field for v in error.violations] == ["hidden_states.shape"]
+        assert str(codec.ROWS_MAX) in error.message
         await channel.close()
 
 
@@ -382,6 +388,32 @@ async def test_a_slow_item_does_not_hold_the_others_and_has_its_own_deadline() -
         )
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
+
+
+@pytest.mark.asyncio
+async def test_a_drained_router_ends_what_it_has_begun_and_refuses_the_rest() -> None:
+    async with a_rig() as rig:
+        call = rig.stub.StreamForward(timeout=10)
+        for shard in rig.world.shards:
+            shard.hold = asyncio.Event()
+        await call.write(dispatch_pb2.StreamForwardRequest(sequence=1, request=a_request()))
+        await until(lambda: rig.core.open_requests == 1)
+        stopping = asyncio.create_task(rig.server.stop(8.0))
+        await until(lambda: rig.server.draining)
+        await call.write(dispatch_pb2.StreamForwardRequest(sequence=2, request=a_request()))
+        answer = await call.read()
+        assert (answer.sequence, answer.error.code) == (2, grpc.StatusCode.UNAVAILABLE.value[0])
+        assert "drained; use another one" in answer.error.message
+        for shard in rig.world.shards:
+            held, shard.hold = shard.hold, None
+            assert held is not None
+            held.set()
+        answer = await call.read()
+        assert (answer.sequence, answer.WhichOneof("result")) == (1, "response")
+        # The stream ends although the client keeps it open: nothing waits for the grace to pass.
+        assert await call.read() is grpc.aio.EOF
+        async with asyncio.timeout(5.0):
+            await stopping
 
 
 @pytest.mark.asyncio

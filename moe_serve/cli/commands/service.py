@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
 
 from moe_serve.bootstrap.preflight import NodeCheck
-from moe_serve.bootstrap.record import read_record
+from moe_serve.bootstrap.record import ServiceRecord, read_record
 from moe_serve.bootstrap.signals import end_as_interrupted
 from moe_serve.bootstrap.size import SizeReport
 from moe_serve.cli.exits import ExitCode
@@ -61,7 +64,7 @@ def validate(
     out.data({"valid": True, "faults": [], "effective": shown}, [text, *effective])
 
 
-def up(
+def up(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
     file: FileOption,
     ray_address: Annotated[
         str,
@@ -84,6 +87,14 @@ def up(
         bool,
         typer.Option(
             "--i-accept-insecure", help="network: cluster with gRPC without token and TLS."
+        ),
+    ] = False,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep",
+            help="Stay, and start the service again whenever it is gone. SIGTERM or Ctrl-C ends "
+            "both.",
         ),
     ] = False,
     wait: Annotated[
@@ -114,17 +125,33 @@ def up(
         for part in nodes_parts(checks):
             out.note_part(part)
 
+    def start() -> ServiceRecord:
+        return service.up(
+            config,
+            config_file=str(file),
+            address=ray_address,
+            ship=ship,
+            wait_s=wait,
+            progress=out.note,
+            on_checks=show_nodes,
+        )
+
     end_as_interrupted()
-    record = service.up(
-        config,
-        config_file=str(file),
-        address=ray_address,
-        ship=ship,
-        wait_s=wait,
-        progress=out.note,
-        on_checks=show_nodes,
-    )
+    if keep:
+        _keep(config.service, file, start, out)
+        return
+    record = start()
     out.data(record_plain(record), record_parts(record))
+
+
+def _keep(service: str, file: Path, start: Callable[[], ServiceRecord], out: Output) -> None:
+    """`up --keep`: a record at each start, one line of JSON each where programs read."""
+    from moe_serve.bootstrap.kept_service import keep
+
+    def show(record: ServiceRecord) -> None:
+        out.line(record_plain(record), Group(*record_parts(record)))
+
+    keep(service, str(file), start, on_up=show, progress=out.note)
 
 
 def _sized(config: ServiceConfig) -> SizeReport:

@@ -78,8 +78,11 @@ def _balance(placement: pb.GetPlacementResponse, load: pb.GetLoadResponse | None
 
 def _ranks(placement: pb.GetPlacementResponse) -> Table:
     table = columns(
-        ("RANK", "NODE", "STATE", "SLOTS", "RESIDENT", "BUDGET", "BACKLOG", "PID", "PROFILE"),
-        right=("RANK", "SLOTS", "RESIDENT", "BUDGET", "BACKLOG", "PID"),
+        (
+            *("RANK", "NODE", "STATE", "SLOTS", "RESIDENT", "BUDGET", "SCATTERED", "COPYING"),
+            *("BACKLOG", "PID", "PROFILE"),
+        ),
+        right=(*("RANK", "SLOTS", "RESIDENT", "BUDGET", "SCATTERED", "COPYING", "BACKLOG", "PID"),),
     )
     for rank in placement.ranks:
         filled = sum(slot.layer >= 0 for slot in rank.slots)
@@ -90,11 +93,27 @@ def _ranks(placement: pb.GetPlacementResponse) -> Table:
             f"{filled}/{rank.num_slots}",
             shown_bytes(rank.resident_bytes + rank.reserved_bytes),
             shown_bytes(rank.budget_bytes),
+            _scattered(rank),
+            _copying(rank),
             shown_seconds(rank.backlog_s),
             str(rank.pid or "-"),
             rank.profile,
         )
     return table
+
+
+def _scattered(rank: pb.Rank) -> str:
+    """Share of the free slot memory that does not lie in its largest piece."""
+    free = rank.memory.free_bytes
+    return f"{1 - rank.memory.largest_free_run_bytes / free:.0%}" if free else "-"
+
+
+def _copying(rank: pb.Rank) -> str:
+    """Bytes that copies into the rank have brought, of those they will."""
+    if not rank.copies:
+        return "-"
+    done = sum(copy.done_bytes for copy in rank.copies)
+    return f"{shown_bytes(done)}/{shown_bytes(sum(copy.total_bytes for copy in rank.copies))}"
 
 
 def _routers(placement: pb.GetPlacementResponse) -> Table:

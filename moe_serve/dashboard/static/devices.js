@@ -67,7 +67,8 @@ export function Devices(/** @type {any} */ { range }) {
   const f = frame.value && frame.value.experts === p.experts ? frame.value : null;
   const figures = f ? loadOf(f, phase.value) : null;
   const pairs = p.ranks.map((/** @type {any} */ _r, /** @type {number} */ i) => (f && i < f.ranks ? f.rankPairs[i * f.layers + chosen] : 0));
-  const mean = pairs.reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0) / Math.max(1, pairs.length);
+  const there = p.ranks.filter((/** @type {any} */ r) => r.state !== "removed").length;
+  const mean = pairs.reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0) / Math.max(1, there);
   const most = Math.max(1e-9, ...pairs);
   return html`<section class="card devices" aria-label="Devices and slots">
     <div class="head"><h2>Devices × slots</h2>
@@ -76,6 +77,7 @@ export function Devices(/** @type {any} */ { range }) {
       <span class="note">${mode.value === "replicas" ? "colour: replicas" : "colour: demand ÷ replicas"} · bar: pairs/s executed, tick: mean of the ranks</span></div>
     <div class="scroll" tabindex="0" role="group" aria-label="Ranks"><ol class="ranks">
     ${p.ranks.map((/** @type {any} */ r, /** @type {number} */ i) => {
+      if (r.state === "removed") return null; // it has left; its number only is kept
       const { held, empty } = slotsOf(p, i, chosen);
       return html`<li class=${`rank is-${r.state}`}>
         <span class="name" title=${`${r.node} · ${r.profile} · ${mib(r.resident_bytes)} of ${mib(r.budget_bytes)}`}>rank ${r.rank}<small>${r.state === "up" ? r.node : r.state}</small></span>

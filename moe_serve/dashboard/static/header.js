@@ -90,7 +90,7 @@ export function Header() {
       <${Figure} name="Data" title="Whether the figures are live"><${Freshness}/><//>
       <${Figure} name="Demand" title="Tokens × top-k that routers accepted in the newest window"><${Rate}/><//>
       <${Figure} name="Moves done" title=${done}><b>${total}</b> <small aria-label=${done}>${byKind}</small><//>
-      <${Figure} name="Ranks" title="Ranks that are up, of all"><b>${p ? up : "–"}</b>${p && html` <small>of ${p.ranks.length} up</small>`}<//>
+      <${Figure} name="Ranks" title="Ranks that are up, of all"><b>${p ? up : "–"}</b>${p && html` <small>of ${p.ranks.filter((/** @type {any} */ r) => r.state !== "removed").length} up</small>`}<//>
       <${Figure} name="Term · epoch" title="The controller's number · number of the routing table"><b>${p ? `${p.term} · ${p.epoch}` : "–"}</b><//>
     </dl>
     <span hidden data-moving=${moving.value.length}></span>

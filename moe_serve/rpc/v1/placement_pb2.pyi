@@ -145,13 +145,15 @@ class Rank(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     node: _builtins.str
     failure_domain: _builtins.str
     address: _builtins.str
     incarnation: _builtins.int
     state: _builtins.str
-    """up | suspect | lost | draining"""
+    """up | suspect | lost | draining | removed"""
     num_slots: _builtins.int
     budget_bytes: _builtins.int
     resident_bytes: _builtins.int
@@ -161,6 +163,14 @@ class Rank(_message.Message):
     profile: _builtins.str
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]: ...
+    @_builtins.property
+    def memory(self) -> Global___RankMemory:
+        """As its shard reported last; absent where it has not."""
+
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningCopy]:
+        """Copies into it that run now, by slot."""
+
     def __init__(
         self,
         *,
@@ -178,14 +188,102 @@ class Rank(_message.Message):
         slots: _abc.Iterable[Global___Slot] | None = ...,
         pid: _builtins.int = ...,
         profile: _builtins.str = ...,
+        memory: Global___RankMemory | None = ...,
+        copies: _abc.Iterable[Global___RunningCopy] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backlog_s", b"backlog_s", "budget_bytes", b"budget_bytes", "failure_domain", b"failure_domain", "incarnation", b"incarnation", "node", b"node", "num_slots", b"num_slots", "pid", b"pid", "profile", b"profile", "rank", b"rank", "reserved_bytes", b"reserved_bytes", "resident_bytes", b"resident_bytes", "slots", b"slots", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backlog_s", b"backlog_s", "budget_bytes", b"budget_bytes", "copies", b"copies", "failure_domain", b"failure_domain", "incarnation", b"incarnation", "memory", b"memory", "node", b"node", "num_slots", b"num_slots", "pid", b"pid", "profile", b"profile", "rank", b"rank", "reserved_bytes", b"reserved_bytes", "resident_bytes", b"resident_bytes", "slots", b"slots", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Rank: _TypeAlias = Rank  # noqa: Y015
+
+@_typing.final
+class RankMemory(_message.Message):
+    """Where a shard's memory is, in bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLAB_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    LARGEST_FREE_RUN_BYTES_FIELD_NUMBER: _builtins.int
+    LOADED_BYTES_FIELD_NUMBER: _builtins.int
+    PROCESS_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    slab_bytes: _builtins.int
+    """Mapped for canonical forms; resident only where slots are held."""
+    free_bytes: _builtins.int
+    """Of these, places that no slot holds."""
+    largest_free_run_bytes: _builtins.int
+    """Longest run of neighbours among the free places of one slab."""
+    loaded_bytes: _builtins.int
+    """Held by the backend beside the canonical forms, on its device where it has one."""
+    process_bytes: _builtins.int
+    """Of the shard's process in memory."""
+    host_cache_bytes: _builtins.int
+    """Of the node's cache, which all shards of the node share."""
+    def __init__(
+        self,
+        *,
+        slab_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
+        largest_free_run_bytes: _builtins.int = ...,
+        loaded_bytes: _builtins.int = ...,
+        process_bytes: _builtins.int = ...,
+        host_cache_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "host_cache_bytes", b"host_cache_bytes", "largest_free_run_bytes", b"largest_free_run_bytes", "loaded_bytes", b"loaded_bytes", "process_bytes", b"process_bytes", "slab_bytes", b"slab_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankMemory: _TypeAlias = RankMemory  # noqa: Y015
+
+@_typing.final
+class RunningCopy(_message.Message):
+    """One copy that runs into a shard. Where done_bytes does not grow from one look to the next, it stands still."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    EXPERT_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    step_id: _builtins.int
+    slot: _builtins.int
+    layer: _builtins.int
+    expert: _builtins.int
+    source: _builtins.str
+    """"rank 3", "host cache", "checkpoint", or "" before that is known."""
+    done_bytes: _builtins.int
+    total_bytes: _builtins.int
+    seconds: _builtins.float
+    """Seconds since it began."""
+    def __init__(
+        self,
+        *,
+        step_id: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        layer: _builtins.int = ...,
+        expert: _builtins.int = ...,
+        source: _builtins.str = ...,
+        done_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done_bytes", b"done_bytes", "expert", b"expert", "layer", b"layer", "seconds", b"seconds", "slot", b"slot", "source", b"source", "step_id", b"step_id", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunningCopy: _TypeAlias = RunningCopy  # noqa: Y015
 
 @_typing.final
 class Router(_message.Message):
@@ -1089,6 +1187,231 @@ class UndrainRankResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UndrainRankResponse: _TypeAlias = UndrainRankResponse  # noqa: Y015
+
+@_typing.final
+class AddRankRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """Number of the group under fleet.ranks of the service file, from 0."""
+    node: _builtins.str
+    """The only node it may run on, by the name that GetPlacement shows; "" = any that the group allows."""
+    rank: _builtins.int
+    """A rank that was removed and is to come back; group and node are what they were. Absent = a new number."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        node: _builtins.str = ...,
+        rank: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "group", b"group", "node", b"node", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+
+Global___AddRankRequest: _TypeAlias = AddRankRequest  # noqa: Y015
+
+@_typing.final
+class AddRankResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddRankResponse: _TypeAlias = AddRankResponse  # noqa: Y015
+
+@_typing.final
+class RemoveRankRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ACCEPT_LOWER_FLOOR_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    accept_lower_floor: _builtins.bool
+    """Go on where the others can only hold every expert in fewer failure domains than now."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        accept_lower_floor: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_lower_floor", b"accept_lower_floor", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveRankRequest: _TypeAlias = RemoveRankRequest  # noqa: Y015
+
+@_typing.final
+class RemoveRankResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveRankResponse: _TypeAlias = RemoveRankResponse  # noqa: Y015
+
+@_typing.final
+class ReplaceRankRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ACCEPT_LOWER_FLOOR_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    incarnation: _builtins.int
+    """The life that is to go; where a newer one is there already, nothing is left to do. 0 = the present one."""
+    accept_lower_floor: _builtins.bool
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        accept_lower_floor: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_lower_floor", b"accept_lower_floor", "incarnation", b"incarnation", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplaceRankRequest: _TypeAlias = ReplaceRankRequest  # noqa: Y015
+
+@_typing.final
+class ReplaceRankResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplaceRankResponse: _TypeAlias = ReplaceRankResponse  # noqa: Y015
+
+@_typing.final
+class ReplaceRouterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ACCEPT_GAP_FIELD_NUMBER: _builtins.int
+    router: _builtins.str
+    incarnation: _builtins.int
+    """The life that is to go; where a newer one is there already, nothing is left to do. 0 = the present one."""
+    accept_gap: _builtins.bool
+    """Go on where no other router serves meanwhile."""
+    def __init__(
+        self,
+        *,
+        router: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        accept_gap: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_gap", b"accept_gap", "incarnation", b"incarnation", "router", b"router"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplaceRouterRequest: _TypeAlias = ReplaceRouterRequest  # noqa: Y015
+
+@_typing.final
+class ReplaceRouterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplaceRouterResponse: _TypeAlias = ReplaceRouterResponse  # noqa: Y015
+
+@_typing.final
+class RestartControllerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """The term that is to end; where a higher one has begun, nothing is left to do. 0 = the present one."""
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartControllerRequest: _TypeAlias = RestartControllerRequest  # noqa: Y015
+
+@_typing.final
+class RestartControllerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """The term that ends."""
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartControllerResponse: _TypeAlias = RestartControllerResponse  # noqa: Y015
 
 @_typing.final
 class SetBudgetRequest(_message.Message):

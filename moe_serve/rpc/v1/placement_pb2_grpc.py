@@ -95,6 +95,31 @@ class PlacementServiceStub:
                 request_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.UndrainRankRequest.SerializeToString,
                 response_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.UndrainRankResponse.FromString,
                 _registered_method=True)
+        self.AddRank = channel.unary_unary(
+                '/moe_serve.rpc.v1.PlacementService/AddRank',
+                request_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.AddRankRequest.SerializeToString,
+                response_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.AddRankResponse.FromString,
+                _registered_method=True)
+        self.RemoveRank = channel.unary_unary(
+                '/moe_serve.rpc.v1.PlacementService/RemoveRank',
+                request_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.RemoveRankRequest.SerializeToString,
+                response_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.RemoveRankResponse.FromString,
+                _registered_method=True)
+        self.ReplaceRank = channel.unary_unary(
+                '/moe_serve.rpc.v1.PlacementService/ReplaceRank',
+                request_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ReplaceRankRequest.SerializeToString,
+                response_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ReplaceRankResponse.FromString,
+                _registered_method=True)
+        self.ReplaceRouter = channel.unary_unary(
+                '/moe_serve.rpc.v1.PlacementService/ReplaceRouter',
+                request_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ReplaceRouterRequest.SerializeToString,
+                response_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ReplaceRouterResponse.FromString,
+                _registered_method=True)
+        self.RestartController = channel.unary_unary(
+                '/moe_serve.rpc.v1.PlacementService/RestartController',
+                request_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.RestartControllerRequest.SerializeToString,
+                response_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.RestartControllerResponse.FromString,
+                _registered_method=True)
         self.SetBudget = channel.unary_unary(
                 '/moe_serve.rpc.v1.PlacementService/SetBudget',
                 request_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.SetBudgetRequest.SerializeToString,
@@ -190,6 +215,41 @@ class PlacementServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddRank(self, request, context):
+        """One more rank of a group of the service file, or a removed one back to its place. Its shard is started; experts come to it by themselves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveRank(self, request, context):
+        """A rank leaves the service: it is emptied, then its shard is ended and stays so. Refused where the others cannot hold every expert, or only in fewer failure domains.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReplaceRank(self, request, context):
+        """A rank's shard is replaced by a new one: it is emptied, ended, made anew and filled as it was. Refused as a removal is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReplaceRouter(self, request, context):
+        """A router is replaced by a new one on the same port: it ends its open calls first. Refused where no other router serves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestartController(self, request, context):
+        """The controller ends and is started again; it goes on from its journal. Requests are served meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetBudget(self, request, context):
         """Bytes of expert slots a rank may use. A lower budget evicts the least useful replicas, never below the floor.
         """
@@ -259,6 +319,31 @@ def add_PlacementServiceServicer_to_server(servicer, server):
                     servicer.UndrainRank,
                     request_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.UndrainRankRequest.FromString,
                     response_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.UndrainRankResponse.SerializeToString,
+            ),
+            'AddRank': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddRank,
+                    request_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.AddRankRequest.FromString,
+                    response_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.AddRankResponse.SerializeToString,
+            ),
+            'RemoveRank': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveRank,
+                    request_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.RemoveRankRequest.FromString,
+                    response_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.RemoveRankResponse.SerializeToString,
+            ),
+            'ReplaceRank': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReplaceRank,
+                    request_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ReplaceRankRequest.FromString,
+                    response_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ReplaceRankResponse.SerializeToString,
+            ),
+            'ReplaceRouter': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReplaceRouter,
+                    request_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ReplaceRouterRequest.FromString,
+                    response_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ReplaceRouterResponse.SerializeToString,
+            ),
+            'RestartController': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartController,
+                    request_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.RestartControllerRequest.FromString,
+                    response_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.RestartControllerResponse.SerializeToString,
             ),
             'SetBudget': grpc.unary_unary_rpc_method_handler(
                     servicer.SetBudget,
@@ -591,6 +676,141 @@ class PlacementService:
             '/moe_serve.rpc.v1.PlacementService/UndrainRank',
             moe__serve_dot_rpc_dot_v1_dot_placement__pb2.UndrainRankRequest.SerializeToString,
             moe__serve_dot_rpc_dot_v1_dot_placement__pb2.UndrainRankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddRank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moe_serve.rpc.v1.PlacementService/AddRank',
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.AddRankRequest.SerializeToString,
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.AddRankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveRank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moe_serve.rpc.v1.PlacementService/RemoveRank',
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.RemoveRankRequest.SerializeToString,
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.RemoveRankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplaceRank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moe_serve.rpc.v1.PlacementService/ReplaceRank',
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ReplaceRankRequest.SerializeToString,
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ReplaceRankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplaceRouter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moe_serve.rpc.v1.PlacementService/ReplaceRouter',
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ReplaceRouterRequest.SerializeToString,
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ReplaceRouterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartController(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moe_serve.rpc.v1.PlacementService/RestartController',
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.RestartControllerRequest.SerializeToString,
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.RestartControllerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,6 +57,16 @@ class PlacementServiceStub:
     """Move everything off a rank. Refused where the others cannot hold every expert."""
     UndrainRank: _grpc.UnaryUnaryMultiCallable[_placement_pb2.UndrainRankRequest, _placement_pb2.UndrainRankResponse]
     """Let a drained rank hold replicas again."""
+    AddRank: _grpc.UnaryUnaryMultiCallable[_placement_pb2.AddRankRequest, _placement_pb2.AddRankResponse]
+    """One more rank of a group of the service file, or a removed one back to its place. Its shard is started; experts come to it by themselves."""
+    RemoveRank: _grpc.UnaryUnaryMultiCallable[_placement_pb2.RemoveRankRequest, _placement_pb2.RemoveRankResponse]
+    """A rank leaves the service: it is emptied, then its shard is ended and stays so. Refused where the others cannot hold every expert, or only in fewer failure domains."""
+    ReplaceRank: _grpc.UnaryUnaryMultiCallable[_placement_pb2.ReplaceRankRequest, _placement_pb2.ReplaceRankResponse]
+    """A rank's shard is replaced by a new one: it is emptied, ended, made anew and filled as it was. Refused as a removal is."""
+    ReplaceRouter: _grpc.UnaryUnaryMultiCallable[_placement_pb2.ReplaceRouterRequest, _placement_pb2.ReplaceRouterResponse]
+    """A router is replaced by a new one on the same port: it ends its open calls first. Refused where no other router serves."""
+    RestartController: _grpc.UnaryUnaryMultiCallable[_placement_pb2.RestartControllerRequest, _placement_pb2.RestartControllerResponse]
+    """The controller ends and is started again; it goes on from its journal. Requests are served meanwhile."""
     SetBudget: _grpc.UnaryUnaryMultiCallable[_placement_pb2.SetBudgetRequest, _placement_pb2.SetBudgetResponse]
     """Bytes of expert slots a rank may use. A lower budget evicts the least useful replicas, never below the floor."""
 
@@ -89,6 +99,16 @@ class PlacementServiceAsyncStub(PlacementServiceStub):
     """Move everything off a rank. Refused where the others cannot hold every expert."""
     UndrainRank: _aio.UnaryUnaryMultiCallable[_placement_pb2.UndrainRankRequest, _placement_pb2.UndrainRankResponse]  # type: ignore[assignment]
     """Let a drained rank hold replicas again."""
+    AddRank: _aio.UnaryUnaryMultiCallable[_placement_pb2.AddRankRequest, _placement_pb2.AddRankResponse]  # type: ignore[assignment]
+    """One more rank of a group of the service file, or a removed one back to its place. Its shard is started; experts come to it by themselves."""
+    RemoveRank: _aio.UnaryUnaryMultiCallable[_placement_pb2.RemoveRankRequest, _placement_pb2.RemoveRankResponse]  # type: ignore[assignment]
+    """A rank leaves the service: it is emptied, then its shard is ended and stays so. Refused where the others cannot hold every expert, or only in fewer failure domains."""
+    ReplaceRank: _aio.UnaryUnaryMultiCallable[_placement_pb2.ReplaceRankRequest, _placement_pb2.ReplaceRankResponse]  # type: ignore[assignment]
+    """A rank's shard is replaced by a new one: it is emptied, ended, made anew and filled as it was. Refused as a removal is."""
+    ReplaceRouter: _aio.UnaryUnaryMultiCallable[_placement_pb2.ReplaceRouterRequest, _placement_pb2.ReplaceRouterResponse]  # type: ignore[assignment]
+    """A router is replaced by a new one on the same port: it ends its open calls first. Refused where no other router serves."""
+    RestartController: _aio.UnaryUnaryMultiCallable[_placement_pb2.RestartControllerRequest, _placement_pb2.RestartControllerResponse]  # type: ignore[assignment]
+    """The controller ends and is started again; it goes on from its journal. Requests are served meanwhile."""
     SetBudget: _aio.UnaryUnaryMultiCallable[_placement_pb2.SetBudgetRequest, _placement_pb2.SetBudgetResponse]  # type: ignore[assignment]
     """Bytes of expert slots a rank may use. A lower budget evicts the least useful replicas, never below the floor."""
 
@@ -190,6 +210,46 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_placement_pb2.UndrainRankResponse, _abc.Awaitable[_placement_pb2.UndrainRankResponse]]:
         """Let a drained rank hold replicas again."""
+
+    @_abc_1.abstractmethod
+    def AddRank(
+        self,
+        request: _placement_pb2.AddRankRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_placement_pb2.AddRankResponse, _abc.Awaitable[_placement_pb2.AddRankResponse]]:
+        """One more rank of a group of the service file, or a removed one back to its place. Its shard is started; experts come to it by themselves."""
+
+    @_abc_1.abstractmethod
+    def RemoveRank(
+        self,
+        request: _placement_pb2.RemoveRankRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_placement_pb2.RemoveRankResponse, _abc.Awaitable[_placement_pb2.RemoveRankResponse]]:
+        """A rank leaves the service: it is emptied, then its shard is ended and stays so. Refused where the others cannot hold every expert, or only in fewer failure domains."""
+
+    @_abc_1.abstractmethod
+    def ReplaceRank(
+        self,
+        request: _placement_pb2.ReplaceRankRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_placement_pb2.ReplaceRankResponse, _abc.Awaitable[_placement_pb2.ReplaceRankResponse]]:
+        """A rank's shard is replaced by a new one: it is emptied, ended, made anew and filled as it was. Refused as a removal is."""
+
+    @_abc_1.abstractmethod
+    def ReplaceRouter(
+        self,
+        request: _placement_pb2.ReplaceRouterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_placement_pb2.ReplaceRouterResponse, _abc.Awaitable[_placement_pb2.ReplaceRouterResponse]]:
+        """A router is replaced by a new one on the same port: it ends its open calls first. Refused where no other router serves."""
+
+    @_abc_1.abstractmethod
+    def RestartController(
+        self,
+        request: _placement_pb2.RestartControllerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_placement_pb2.RestartControllerResponse, _abc.Awaitable[_placement_pb2.RestartControllerResponse]]:
+        """The controller ends and is started again; it goes on from its journal. Requests are served meanwhile."""
 
     @_abc_1.abstractmethod
     def SetBudget(

@@ -5,8 +5,10 @@ Responsible for this one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from placement.engine import EngineSnapshot
 from placement.messages.effects import Effects
@@ -40,9 +42,15 @@ class _Book:
 class JournalFirst:
     """I8: each state is in the journal before its command leaves or its table is published; a
     controller that begins with the journal knows every step that is neither done nor rolled back.
-    One that begins without has a journal of its own from then on, whatever another still writes."""
+    One that begins without has a journal of its own from then on, whatever another still writes.
 
-    def __init__(self) -> None:
+    killed: lives that may have written one last time without noting it. What their successor found
+    in the journal counts then, as `unnoted` does how many steps that were."""
+
+    def __init__(self, *, killed: Container[str] = ()) -> None:
+        self._killed = killed
+        self._last_life = ""
+        self.unnoted = 0
         self._newest = _Book()
         self._book_of: dict[str, _Book] = {}
 
@@ -87,8 +95,8 @@ class JournalFirst:
             step_id = book.step_of.get((rank, slot, tag))
             if step_id is None:
                 continue  # adopted from an inventory
-            last = book.last[step_id]
-            if not is_terminal(StepKind.ADD, last.after):
+            last = book.last.get(step_id)
+            if last is not None and not is_terminal(StepKind.ADD, last.after):
                 raise InvariantBroken(
                     f"I8: epoch {fact.epoch} lists rank {rank} slot {slot}, whose step {step_id} "
                     f"is {last.after} in the journal"
@@ -98,15 +106,31 @@ class JournalFirst:
         if not fact.journal:
             self._newest = _Book()
         book = self._book_of[fact.who] = self._newest
+        before, self._last_life = self._last_life, fact.who
         known = dict(fact.open_steps)
+        if before in self._killed:
+            for step_id, state in known.items():
+                book.states.setdefault(step_id, set()).add(state)
         for step_id, last in sorted(book.last.items()):
             if is_terminal(StepKind(last.kind), last.after):
                 continue
             if known.get(step_id) != last.after:
+                if before in self._killed:
+                    self._take_over(book, last, known.get(step_id))
+                    continue
                 raise InvariantBroken(
                     f"I8: step {step_id} was {last.after} in the journal; {fact.who} began with "
                     f"{known.get(step_id, 'nothing of it')}"
                 )
+
+    def _take_over(self, book: _Book, last: StateWritten, found: str | None) -> None:
+        """A step went on, or ended, unseen."""
+        self.unnoted += 1
+        if found is None:
+            del book.last[last.step_id]
+            return
+        book.states[last.step_id].add(found)
+        book.last[last.step_id] = msgspec.structs.replace(last, after=found)
 
     def finish(self) -> None:
         """See `Checker`."""

@@ -67,10 +67,12 @@ class ReleaseLast:
 
     drain_wait_s: the longest of each of the two waits. A router of which the controller
     has heard nothing for `silence_s`, or that has not said for so long that it uses the newest
-    table, is waited for no more.
+    table, is waited for no more. slack_s: by so much the controller's waits may begin before the
+    facts that begin them are noted.
     """
 
-    def __init__(self, *, silence_s: float, drain_wait_s: float) -> None:
+    def __init__(self, *, silence_s: float, drain_wait_s: float, slack_s: float = 1e-9) -> None:
+        self._slack_s = slack_s
         self._silence_s = silence_s
         self._longest_s = drain_wait_s
         self._shortened: list[tuple[float, float]] = []
@@ -159,15 +161,16 @@ class ReleaseLast:
             if fact.at_s
             < min(self._behind_since_s.get(router, 1e18), self._heard_at_s.get(router, -1e18))
             + self._silence_s
+            - self._slack_s
         ]
         unaware = sorted(r for r in awaited if self._told[r][0] < order)
         busy = sorted(r for r in awaited if self._told[r][1] < order)
         wait_s = self._wait_s.get(self._plan.get(fact.step_id, ""), 0.0)
         waited_s = fact.at_s - at_s
         for when_s, short_s in self._shortened:
-            if at_s <= when_s <= fact.at_s - short_s + 1e-9:
+            if at_s <= when_s <= fact.at_s - short_s + self._slack_s:
                 wait_s = 0.0  # it was waiting as waits were shortened, and that one is over too
-        if waited_s < wait_s * (bool(unaware) + bool(busy)) - 1e-9:
+        if waited_s < wait_s * (bool(unaware) + bool(busy)) - self._slack_s:
             raise InvariantBroken(
                 f"I7: the release of {place} (life, slot, tag) is asked for {waited_s:.3f} s after "
                 f"epoch {order[1]}, while routers {unaware or busy} may use it"

@@ -5,6 +5,8 @@ Responsible for these two. Knows slots only by what shards noted of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from placement.messages.history import (
     Began,
     Died,
@@ -24,9 +26,15 @@ class TableOrder:
     """I1: epochs of a term strictly grow and begin above every epoch that a part kept as its
     controller began; one (term, epoch) is one table; and nobody goes back to an older one. (A
     controller that was replaced and does not know it may still count on for those who do not know
-    it either: for them an epoch goes down with the new term.)"""
+    it either: for them an epoch goes down with the new term.)
 
-    def __init__(self) -> None:
+    settle_s: how long before its beginning a controller may have asked the parts; what they have
+    taken since, of an older term, it need not know."""
+
+    def __init__(self, *, settle_s: float = 0.0) -> None:
+        self._settle_s = settle_s
+        self._kept_at: dict[str, list[tuple[float, int]]] = {}
+        """Life -> (when, epoch) of the tables it kept, where `settle_s` matters."""
         self._newest: dict[int, int] = {}
         self._kept: dict[str, tuple[int, int]] = {}
         self._published: set[tuple[int, int]] = set()
@@ -43,7 +51,17 @@ class TableOrder:
 
     def _began(self, fact: Began) -> None:
         if fact.place == "controller":
-            self._least[fact.term] = max((epoch for _, epoch in self._kept.values()), default=-1)
+            self._least[fact.term] = max(map(self._known(fact), self._kept), default=-1)
+
+    def _known(self, began: Began) -> Callable[[str], int]:
+        """The epoch that a part kept when the controller asked it."""
+        until_s = began.at_s - self._settle_s
+
+        def epoch(who: str) -> int:
+            kept = [epoch for at_s, epoch in self._kept_at[who] if at_s <= until_s]
+            return kept[-1] if kept else -1
+
+        return epoch
 
     def _died(self, fact: Died) -> None:
         self._kept.pop(fact.who, None)
@@ -63,6 +81,7 @@ class TableOrder:
         if order <= known:
             raise InvariantBroken(f"I1: {fact.who} went from table {known} to {order}")
         self._kept[fact.who] = order
+        self._kept_at.setdefault(fact.who, []).append((fact.at_s, fact.epoch))
 
     def finish(self) -> None:
         """See `Checker`."""

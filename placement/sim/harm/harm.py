@@ -20,14 +20,22 @@ from placement.sim.traffic import Traffic
 class Harm:
     """See the module's text."""
 
-    def __init__(self, stage: Stage, fleet: Fleet, traffic: Traffic, flow: Flow) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        fleet: Fleet,
+        traffic: Traffic,
+        flow: Flow,
+        *,
+        elastic: bool = False,
+    ) -> None:
         self.stage = stage
         self.fleet = fleet
         self._flow = flow
         who = Targets(stage, fleet)
         self.network = NetworkHarm(who)
         self.parts = PartsHarm(who)
-        self.people = PeopleHarm(who, traffic, flow)
+        self.people = PeopleHarm(who, traffic, flow, elastic=elastic)
         self.ask = who.ask
         self._does: Does = {
             **self.network.does(),

@@ -37,9 +37,7 @@ class PartsHarm:
 
     def crash_rank(self, rank: int) -> None:
         """The rank's shard ends without a word, if it lives."""
-        shard = self._stage.shards.get(rank)
-        if shard is not None and shard.alive:
-            self._fleet.kill(shard, "fault")
+        self._fleet.kill(self._stage.shards[rank], "fault")
 
     def _shard_crash(self, rank: int) -> Done:
         shard = self._who.shard(rank)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from placement.engine.state import RankStatus
 from placement.messages import events as ev
 from placement.routing import RankAddress
 from placement.sim.faults import FaultKind
@@ -26,7 +27,13 @@ class Flow:
 class PeopleHarm:
     """See the module's text."""
 
-    def __init__(self, who: Targets, traffic: Traffic, flow: Flow) -> None:
+    def __init__(
+        self, who: Targets, traffic: Traffic, flow: Flow, *, elastic: bool = False
+    ) -> None:
+        """elastic: of three ranks that leave, one is drained and dies, one is removed and added
+        again, and one has its shard replaced; else all are drained."""
+        self._elastic = elastic
+        self._left = 0
         self._who = who
         self._stage = who.stage
         self._fleet = who.fleet
@@ -70,6 +77,13 @@ class PeopleHarm:
         if shard is None:
             return "nobody", None
         target = shard.rank
+        self._left += self._elastic
+        if self._left % 3 == 1:
+            self._who.ask(lambda n: _remove_asked(n, target))
+            return shard.place, lambda: self.bring_back(target)
+        if self._left % 3 == 2:
+            self._who.ask(lambda n: _replace_asked(n, target))
+            return shard.place, None
         self._who.ask(lambda n: ev.DrainAsked(at_s=0.0, request_id=n, rank=target))
         shard.after(0.3, lambda: self._leave_when_empty(shard))
         return shard.place, lambda: self.undrain(target)
@@ -83,6 +97,23 @@ class PeopleHarm:
             return
         shard.slots.drain()
         shard.after(0.1, lambda: self._fleet.kill(shard, "left"))
+
+    def bring_back(self, rank: int) -> None:
+        """A rank that was removed is added again; one that is on its way out may stay."""
+        boss = self._fleet.controller
+        if boss is None or boss.engine.state.ranks[rank].status is not RankStatus.REMOVED:
+            self.undrain(rank)
+            return
+        spec = self._stage.topology.ranks[rank]
+        self._who.ask(
+            lambda n: ev.RankAddAsked(
+                at_s=0.0,
+                request_id=n,
+                rank=rank,
+                profile=spec.profile,
+                num_slots=spec.num_slots,
+            )
+        )
 
     def undrain(self, rank: int) -> None:
         """The rank may hold replicas again, and gets a shard where it has none."""
@@ -113,6 +144,14 @@ class PeopleHarm:
         )
         boss.after(0.0, partial(boss.feed, stranger))
         return "a stranger", None
+
+
+def _remove_asked(number: int, rank: int) -> ev.AnyEvent:
+    return ev.RankRemoveAsked(at_s=0.0, request_id=number, rank=rank, accept_lower_floor=True)
+
+
+def _replace_asked(number: int, rank: int) -> ev.AnyEvent:
+    return ev.RankReplaceAsked(at_s=0.0, request_id=number, rank=rank, accept_lower_floor=True)
 
 
 def _budget_asked(number: int, rank: int, budget_bytes: int) -> ev.AnyEvent:

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from moe_serve.bootstrap import service
+from moe_serve.bootstrap import service, starting
 from moe_serve.bootstrap.record import (
     ServiceRecord,
     claimed,
@@ -20,6 +21,8 @@ from moe_serve.bootstrap.record import (
     state_home,
     write_record,
 )
+from moe_serve.cli.admin import find_target
+from moe_serve.cli.exits import CannotReach
 from moe_serve.config import parse_config
 from moe_serve.controller.journal_store import STATE_FILE, StateStore
 from moe_serve.errors import NotFound, StartRefused
@@ -119,6 +122,34 @@ def test_the_record_follows_routers_that_moved() -> None:
     assert [file.name for file in state_home().glob("*.json")] == ["tiny-moe.service.json"]
 
 
+@pytest.mark.parametrize("before", [None, a_record()])
+def test_a_start_on_a_cluster_of_others_can_be_found_until_it_fails(
+    before: ServiceRecord | None,
+) -> None:
+    """`down` finds the parts of an `up` that was killed meanwhile."""
+    if before is not None:
+        write_record(before)
+    start = msgspec.structs.replace(a_record(), admin_address="", ray_address="127.0.0.1:9")
+
+    def fail() -> None:
+        with starting.findable(start, before):
+            assert read_record("tiny-moe").ray_address == "127.0.0.1:9"
+            with pytest.raises(CannotReach, match="moe-serve down tiny-moe"):
+                find_target("", "tiny-moe", None, None)
+            raise StartRefused("no node")
+
+    with pytest.raises(StartRefused, match="no node"):
+        fail()
+    if before is None:
+        with pytest.raises(NotFound):
+            read_record("tiny-moe")
+    else:
+        assert read_record("tiny-moe") == before
+    with starting.findable(start, before):
+        pass
+    assert read_record("tiny-moe") == start
+
+
 @pytest.mark.parametrize(
     ("statement", "words"),
     [
@@ -133,7 +164,7 @@ def test_a_journal_nobody_could_go_on_with_is_refused_before_ray_starts(
     def never(*_given: object) -> None:
         raise AssertionError("Ray was started")
 
-    monkeypatch.setattr(service, "start_local_ray", never)
+    monkeypatch.setattr(starting, "start_local_ray", never)
     config = parse_config(EXAMPLE.read_bytes(), str(EXAMPLE))
     monkeypatch.setattr(service, "checked_model", lambda _config: None)
     service.check_journal(config)  # there is none yet

@@ -63,6 +63,16 @@ def test_status_of_a_healthy_service(rewrite: bool) -> None:
     _assert_golden("status.txt", result.stdout, rewrite)
 
 
+def test_status_tells_scattered_memory_and_what_is_being_copied() -> None:
+    placement = make_placement()
+    placement.ranks[0].copies.add(done_bytes=1 << 20, total_bytes=3 << 20)
+    shown = _run(FakeAdmin(placements=[placement]), "status").stdout.splitlines()
+    head, first, second = (line.split() for line in shown[4:7])
+    assert head[6:8] == ["SCATTERED", "COPYING"]
+    assert " ".join(first[7:]) == "MiB 0% 1.0 MiB/3.0 MiB 0 ms 100 declared-cpu"
+    assert second[8:10] == ["33%", "-"]
+
+
 def test_status_of_a_degraded_service(rewrite: bool) -> None:
     result = _run(FakeAdmin(placements=[_unwell()], window=None), "status")
     assert result.exit_code == 0
@@ -240,6 +250,10 @@ def test_apply_that_never_starts_fails() -> None:
         (("resume",), ("resume",)),
         (("drain", "0"), ("drain", 0)),
         (("undrain", "0"), ("undrain", 0)),
+        (("add-rank", "--group", "1", "--node", "b"), ("add_rank", 1, "b", None)),
+        (("add-rank", "--again", "0"), ("add_rank", 0, "", 0)),
+        (("remove-rank", "0"), ("remove_rank", 0, False)),
+        (("remove-rank", "0", "--accept-lower-floor"), ("remove_rank", 0, True)),
         (("budget", "1", "6MiB"), ("set_budget", 1, 6 * MIB)),
         (("budget", "1", "6291456"), ("set_budget", 1, 6 * MIB)),
         (("budget", "1", "2 slots"), ("set_budget", 1, 6 * MIB)),
@@ -261,6 +275,14 @@ def test_a_refusal_is_one_line_and_exit_1() -> None:
     result = _run(FakeAdmin(), "drain", "1")
     assert result.exit_code == 1
     assert result.stderr == "error: rank 1 cannot be drained: 4 slots short on the others\n"
+
+
+def test_a_roll_that_begins_with_something_wrong_is_one_line_and_exit_1() -> None:
+    admin = FakeAdmin([make_placement(problems=["rank 1 is lost"])])
+    result = _run(admin, "roll", "--only", "ranks")
+    assert (result.exit_code, admin.asked) == (1, [])
+    wrong = "error: nothing is replaced while something is wrong: rank 1 is lost\n"
+    assert result.stderr == wrong
 
 
 @pytest.mark.parametrize(

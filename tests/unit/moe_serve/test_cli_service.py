@@ -234,5 +234,6 @@ def test_version() -> None:
 def test_help_names_every_command() -> None:
     result = _run("--help")
     named = "demo validate up down status plan apply pause resume drain undrain budget events"
-    for command in [*named.split(), "replay", "doctor"]:
+    fleet = ("add-rank", "remove-rank", "roll")
+    for command in [*named.split(), *fleet, "replay", "doctor"]:
         assert f" {command} " in result.stdout

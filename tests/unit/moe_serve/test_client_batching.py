@@ -86,6 +86,11 @@ def test_a_service_with_a_greater_limit_than_our_channels_is_met_at_ours() -> No
     assert rows == rows_per_message(a_spec(max_message_bytes=MAX_MESSAGE_BYTES), codec.FP32, 2)
 
 
+def test_small_rows_are_cut_at_the_most_rows_of_a_request() -> None:
+    spec = a_spec(hidden_size=4, max_message_bytes=MAX_MESSAGE_BYTES)
+    assert rows_per_message(spec, codec.FP32, 2) == codec.ROWS_MAX
+
+
 def test_a_limit_below_one_row_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="less than one row of hidden_size 1000"):
         rows_per_message(a_spec(hidden_size=1000), codec.FP32, 2)

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 
 from moe_serve.controller.service import ControllerService
-from moe_serve.controller.views import placement_view
-from moe_serve.rpc import placement_pb2 as pb
 from placement.engine import EngineSnapshot, RebalanceEngine
 from placement.messages.codec import decode_as, decode_event, encode
 from placement.messages.effects import CopyExpert
 from placement.messages.events import BudgetAsked, DrainAsked, PauseAsked
-from tests.fakes.controller import Rig, controller, make_cluster, make_settings, until
+from tests.fakes.controller import controller, make_cluster, make_settings, until
 from tests.fakes.fleet import FakeFleet
 
 
@@ -421,32 +419,3 @@ async def test_the_inputs_of_a_segment_replay_to_the_same_state(tmp_path: Path) 
     for _, body in rows[1:]:
         twin.step(decode_event(body))
     assert encode(twin.snapshot()) == encode(engine.snapshot())
-
-
-def ended(rig: Rig) -> set[str]:
-    """Rules of the records that say that something was aborted."""
-    kept = rig.service.book.newest(1000)
-    return {one.record.rule for one in kept if one.record.outcome == "aborted"}
-
-
-@pytest.mark.asyncio
-async def test_a_plan_whose_copy_hangs_is_told_counted_aborted_and_tried_again(
-    tmp_path: Path,
-) -> None:
-    cluster = make_cluster()
-    async with controller(make_settings(tmp_path), cluster) as rig:
-        await rig.ready()
-        cluster.copy_s = 3600.0
-        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
-
-        def view() -> pb.GetPlacementResponse:
-            return placement_view(rig.service.sight())
-
-        await until(lambda: any("rebalance stalled" in p for p in view().problems))
-        assert view().plans_stalled == 1
-        assert view().state == "degraded"
-        await until(lambda: "plan_stalled" in ended(rig))
-        assert rig.service.describe()["ready"], "nobody's tokens wait for it"
-        cluster.copy_s = 0.0
-        await until(lambda: len(rig.listed(0)) >= 2 and rig.state.run is None, wait_s=20.0)
-        await until(lambda: not any("stalled" in p for p in view().problems), wait_s=20.0)

@@ -231,6 +231,20 @@ async def commit(journal, text):
         return error.message
     return "ok"
 
+async def start(where):
+    "What a controller that starts there says: it opens the journal and notes a term."
+    try:
+        journal, _ = await open_journal(where, "s", JournalLimits())
+    except (MoeServeError, OSError) as error:
+        return str(error)
+    try:
+        await journal.intend_term(7)
+    except MoeServeError as error:
+        return error.message
+    finally:
+        await journal.close()
+    return "ok"
+
 async def main():
     journal, _ = await open_journal(folder, "s", JournalLimits())
     print("first", await commit(journal, "a"))
@@ -243,7 +257,12 @@ async def main():
             pass
     said = [await commit(journal, "b" * 20_000) for _ in range(30)]
     print("full", said[-1])
+    await journal.close()
+    print("start", await start(folder))
+    print("fresh", await start(folder / "fresh"))
     filler.unlink()
+    print("again", await start(folder), await start(folder / "fresh"))
+    journal, _ = await open_journal(folder, "s", JournalLimits())
     print("room", await commit(journal, "c" * 20_000))
     await journal.close()
     journal, image = await open_journal(folder, "s", JournalLimits())
@@ -262,6 +281,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.timeout(240)
 def test_a_real_disk_that_is_full_or_read_only_is_told_apart_from_damage(tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
     allowed = [unshare or "", "--user", "--map-root-user", "--mount"]
@@ -274,13 +294,16 @@ def test_a_real_disk_that_is_full_or_read_only_is_told_apart_from_damage(tmp_pat
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert lines["first"] == lines["room"] == "ok"
     assert "cannot be written" in lines["full"]
+    for what in ("start", "fresh"):
+        assert "cannot be written" in lines[what], "full is not damaged"
+    assert lines["again"] == "ok ok", "and once there is room a start succeeds"
     assert lines["kept"] == "True", "what was not refused is there, and nothing else"
     assert str(folder) in lines["read-only"]
     assert "may write" in lines["read-only"] or "make it writable" in lines["read-only"]

@@ -51,7 +51,7 @@ async def test_a_controller_that_dies_anywhere_is_followed_by_one_that_goes_on(
         await rig.ready()
     before = cluster.living()
     # The second controller dies at the point: while it replicates, and evicts for a budget.
-    armed = make_settings(tmp_path, fail_point=point, fail_term=2)
+    armed = make_settings(tmp_path, fail_points=("", point))
     async with controller(armed, cluster) as rig:
         await until(lambda: rig.state.published and rig.state.run is None)
         await rig.ready()
@@ -94,7 +94,7 @@ async def test_a_controller_that_dies_aborting_a_copy_gives_the_slot_back(
     tmp_path: Path, when: str, run: int
 ) -> None:
     cluster = make_cluster()
-    armed = make_settings(tmp_path, fail_point=f"{when}:add:aborting")
+    armed = make_settings(tmp_path, fail_points=(f"{when}:add:aborting",))
     async with controller(armed, cluster) as rig:
         await rig.ready()
         cluster.copy_s = 0.3
@@ -124,7 +124,7 @@ async def test_a_controller_that_dies_taking_a_removal_back_loses_no_expert(
     tmp_path: Path, when: str, run: int
 ) -> None:
     cluster = make_cluster()
-    armed = make_settings(tmp_path, fail_point=f"{when}:remove:listed")
+    armed = make_settings(tmp_path, fail_points=(f"{when}:remove:listed",))
     async with controller(armed, cluster) as rig:
         await rig.ready()
         cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}

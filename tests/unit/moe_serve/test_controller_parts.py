@@ -11,7 +11,7 @@ import pytest
 
 from moe_serve.controller.book import Book
 from moe_serve.controller.clock import DriverClock
-from moe_serve.controller.fail_points import FailPoints
+from moe_serve.controller.fail_points import FailPoints, point_of_term
 from moe_serve.controller.journal import open_journal
 from moe_serve.controller.names import Incarnations, PartKind, PartName, parse
 from moe_serve.controller.parts import PartTable, shard_part
@@ -154,6 +154,11 @@ def test_a_move_is_followed_from_start_to_end_and_old_ones_go() -> None:
     assert [(m.kind, m.state) for m in book.moves] == [("replicate", "done"), ("evict", "aborted")]
     book.add((record(3, "migrate", "started", move=3),))
     assert [m.move_id for m in book.moves] == [2, 3]
+
+
+def test_each_term_has_its_own_fail_point_or_none() -> None:
+    points = ("", "before:publish")
+    assert [point_of_term(points, term) for term in (1, 2, 3)] == ["", "before:publish", ""]
 
 
 def test_a_fail_point_fires_once_and_only_at_its_point() -> None:

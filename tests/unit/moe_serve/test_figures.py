@@ -2,18 +2,26 @@
 
 import io
 import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from moe_serve.controller.figures import Figures
 from moe_serve.controller.parts import PartTable
-from moe_serve.ports import RouterReport
+from moe_serve.controller.views import placement_view
+from moe_serve.ports import RouterReport, RunningCopy, ShardMemory, ShardReport
 from moe_serve.router.figures import OUTCOMES, PAIRS, RouterFigures
+from moe_serve.rpc import placement_pb2 as pb
 from moe_serve.telemetry import MemorySink, Metrics, make_logger
 from placement.config import RebalanceConfig
 from placement.engine import RebalanceEngine
 from placement.messages.records import DecisionRecord
 from tests.builders import make_demand, make_spec, make_topology, make_window
+from tests.fakes.controller import controller, make_cluster, make_settings, until
+from tests.fakes.fleet import FakeShardPort
 
 
 def record(outcome: str, at_s: float = 1.0, rule: str = "migrate", seq: int = 1) -> DecisionRecord:
@@ -68,6 +76,7 @@ def test_a_window_tells_demand_and_where_the_placement_stands() -> None:
 
 def a_report(served: float, retried: float, **quantiles: float) -> RouterReport:
     names = [*OUTCOMES.values(), *PAIRS.values(), "tokens", "open_requests", "waiting_requests"]
+    names.append("ejections")
     counters = dict.fromkeys(names, 0.0) | {"requests": served, "retried_pairs": retried}
     return RouterReport(
         router="router-0",
@@ -90,6 +99,79 @@ def test_a_routers_totals_become_growth() -> None:
     assert value(sink, "pairs_total", "retried") == 1.0
     assert value(sink, "request_seconds", "p99") == 0.2
     assert value(sink, "loop_lag_seconds") == 0.25
+
+
+def test_a_window_tells_the_memory_of_a_shard_and_what_is_copied_into_it() -> None:
+    parts = PartTable()
+    sink = MemorySink()
+    figures = Figures(make_spec(), parts, log=make_logger(io.StringIO()), metrics=Metrics(sink))
+    spec = make_spec()
+    engine = RebalanceEngine(
+        spec, make_topology([3, 3]), RebalanceConfig(), term=4, first_epoch=1, start_s=0.0
+    )
+    copies = tuple(
+        RunningCopy(n, n, 0, n, "checkpoint", done_bytes=n, total_bytes=10, seconds=1.0)
+        for n in (3, 4)
+    )
+    report = ShardReport(
+        rank=1,
+        incarnation=1,
+        reports=(),
+        backlog_s=0.0,
+        resident_bytes=0,
+        reserved_bytes=0,
+        budget_bytes=0,
+        highest_term=1,
+        highest_epoch=1,
+        busy=False,
+        memory=ShardMemory(free_bytes=40, largest_free_run_bytes=10, process_bytes=7),
+        copies=copies,
+    )
+    assert ShardMemory().fragmentation == 0.0
+    parts.shards[1] = SimpleNamespace(report=report)  # type: ignore[assignment]
+    figures.window_closed(engine.state, make_window(spec, make_demand(spec, {0: 8.0})))
+    assert value(sink, "rank_fragmentation_ratio", "1") == 0.75
+    assert value(sink, "copying_bytes") == 13.0
+
+
+@pytest.mark.asyncio
+async def test_what_a_shard_reports_of_its_memory_and_its_copies_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = ShardMemory(10, 4, 2, 5, 6, 7)
+    copy = RunningCopy(3, 1, 0, 2, "rank 0", done_bytes=8, total_bytes=9, seconds=0.5)
+    plain = FakeShardPort.report
+
+    async def told(port: FakeShardPort, acked_seq: int) -> ShardReport:
+        found = await plain(port, acked_seq)
+        return replace(found, memory=memory, copies=(copy,)) if port.rank == 1 else found
+
+    monkeypatch.setattr(FakeShardPort, "report", told)
+    async with controller(make_settings(tmp_path), make_cluster()) as made:
+        await made.ready()
+        await until(lambda: bool(placement_view(made.service.sight()).ranks[1].copies))
+        rank = placement_view(made.service.sight()).ranks[1]
+    assert rank.memory == pb.RankMemory(
+        slab_bytes=10,
+        free_bytes=4,
+        largest_free_run_bytes=2,
+        loaded_bytes=5,
+        process_bytes=6,
+        host_cache_bytes=7,
+    )
+    (shown,) = rank.copies
+    assert (shown.step_id, shown.slot, shown.layer, shown.expert) == (3, 1, 0, 2)
+    assert (shown.source, shown.done_bytes, shown.total_bytes) == ("rank 0", 8, 9)
+
+
+def test_ejections_are_counted_as_they_grow() -> None:
+    sink = MemorySink()
+    figures = RouterFigures(Metrics(sink))
+    for total in (0.0, 2.0, 3.0):
+        report = a_report(1.0, 0.0)
+        report.counters["ejections"] = total
+        figures.tell(report)
+    assert value(sink, "ejections_total") == 3.0
 
 
 def test_a_plan_that_stands_still_is_counted_once_whatever_becomes_of_it() -> None:

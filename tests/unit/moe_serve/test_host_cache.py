@@ -123,7 +123,8 @@ def test_a_first_fill_does_not_push_out_what_it_has_just_brought(folder: Path) -
     assert [put(cache, number) for number in range(6)] == [True] * 3 + [False] * 3
     assert cache.num_bytes == 3 * SIZE
     age(folder, 1, host_cache.KEEP_LEAST_S + 1)
-    assert put(cache, 7)
+    # A shard that looks at the files for the first time: times of use do not go back in life.
+    assert put(HostCache(str(folder), 3 * SIZE), 7)
     assert not get(cache, 1)
 
 
@@ -195,6 +196,70 @@ def test_a_full_disk_only_means_that_nothing_is_added(
     assert list(folder.glob("*.part")) == []
     monkeypatch.setattr(host_cache, "FREE_LEAST_BYTES", 1 << 60)
     assert not put(cache, 1), "the last bytes of a disk are not for a cache"
+
+
+def test_files_are_looked_at_now_and_then_and_not_at_every_addition(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a fill nor a full cache costs a look at every file for each addition; the bound and
+    the order hold all the same, for two shards in turn."""
+    looks = []
+    real = os.scandir
+
+    def looking(path: str) -> Any:
+        looks.append(path)
+        return real(path)
+
+    monkeypatch.setattr(host_cache.os, "scandir", looking)
+    caches = [HostCache(str(folder), 50 * SIZE) for _ in range(2)]
+    for number in range(50):
+        assert put(caches[number % 2], number)
+    assert len(looks) <= 2, "one look a shard"
+    monkeypatch.setattr(host_cache, "KEEP_LEAST_S", -1.0)
+    for number in range(50):
+        age(folder, number, 1000.0 - number)
+    for number in range(50, 150):
+        assert put(caches[number % 2], number)
+    assert len(looks) <= 10
+    assert caches[0].num_bytes <= 50 * SIZE
+    kept = {n for n in range(150) if (folder / name(content(n))).exists()}
+    assert len(kept) == 50
+    assert min(kept) >= 50, "the oldest went first"
+    assert sum(cache.counts["evicted"] for cache in caches) == 100
+
+
+def test_what_was_used_since_files_were_looked_at_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = HostCache(str(folder), 4 * SIZE)
+    for number in range(4):
+        assert put(cache, number)
+        age(folder, number, 1000.0 - number)
+    assert put(cache, 4), "0 goes, and 1 would be next"
+    assert get(cache, 1)
+    monkeypatch.setattr(cache, "_look", None)  # it does without another look
+    assert put(cache, 5)
+    assert [get(cache, number) for number in range(6)] == [False, True, False, True, True, True]
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "-5", "9" * 30])
+def test_a_sum_that_is_none_is_counted_anew(folder: Path, text: str) -> None:
+    cache = HostCache(str(folder), 3 * SIZE)
+    assert [put(cache, 0), put(cache, 1)] == [True, True]
+    (folder / "lock").write_text(text)
+    assert put(cache, 2)
+    assert not put(cache, 3), "it would be one too many"
+    assert (folder / "lock").read_text() == str(3 * SIZE)
+
+
+def test_a_sum_that_is_too_great_is_found_out(folder: Path) -> None:
+    """Who reads a damaged file removes it without the lock."""
+    cache = HostCache(str(folder), 3 * SIZE)
+    for number in range(3):
+        assert put(cache, number)
+    for number in range(3):
+        (folder / name(content(number))).unlink()
+    assert [put(cache, number) for number in range(3, 7)] == [True, True, True, False]
 
 
 def test_a_folder_that_others_may_write_is_refused(folder: Path) -> None:

@@ -187,26 +187,39 @@ def test_frames_written_out_of_order_when_the_machine_stops_are_a_torn_end(tmp_p
         store.close()
 
 
+FLIPS = {
+    "body": "UPDATE log SET body = :flipped || substr(body, 2) WHERE seq = :seq",
+    "time": "UPDATE log SET at_s = at_s + 1e-9 WHERE seq = :seq",
+    "sign of the time": "UPDATE log SET at_s = -1.0 - at_s WHERE seq = :seq",
+    "kind": "UPDATE log SET kind = 'part_gone' WHERE seq = :seq",
+    "checksum": "UPDATE log SET checksum = checksum + 1 WHERE seq = :seq",
+}
+
+
+@pytest.mark.parametrize("what", FLIPS)
 @pytest.mark.parametrize("seq", range(1, 6))
-def test_a_bit_that_flips_in_any_record_but_the_last_is_refused(tmp_path: Path, seq: int) -> None:
+def test_a_bit_that_flips_in_any_record_but_the_last_is_refused(
+    tmp_path: Path, seq: int, what: str
+) -> None:
     store = StateStore(tmp_path, "s")
     store.open_term(1, Row(RowKind.PART, 0.0, b"s:shard:0:1"), {})
     for number in range(1, 3):
         commit(store, number)
     store.close()
-    file = tmp_path / STATE_FILE
-    with closing(sqlite3.connect(file)) as db:
-        bodies = [bytes(body) for (body,) in db.execute("SELECT body FROM log ORDER BY seq")]
-    assert len(bodies) == 5
-    flipped = bytes([bodies[seq - 1][0] ^ 1]) + bodies[seq - 1][1:]
-    with closing(sqlite3.connect(file)) as db:
-        db.execute("UPDATE log SET body = ? WHERE seq = ?", (flipped, seq))
+    with closing(StateStore(tmp_path, "s")) as store:
+        whole = list(store.rows)
+    assert len(whole) == 5
+    flipped = bytes([whole[seq - 1].body[0] ^ 1])
+    with closing(sqlite3.connect(tmp_path / STATE_FILE)) as db:
+        db.execute(FLIPS[what], {"seq": seq, "flipped": flipped})
+        # SQLite joins bytes as text.
+        db.execute("UPDATE log SET body = CAST(body AS BLOB)")
         db.commit()
-    if seq < len(bodies):
-        with pytest.raises(JournalDamaged, match=f"record {seq} fails its checksum"):
+    if seq < len(whole):
+        with pytest.raises(JournalDamaged, match=f"record {seq} fails its checksum") as caught:
             StateStore(tmp_path, "s")
+        assert "\n" not in caught.value.message
     else:
-        store = StateStore(tmp_path, "s")
-        assert store.dropped_tail
-        assert len(store.rows) == len(bodies) - 1
-        store.close()
+        with closing(StateStore(tmp_path, "s")) as store:
+            assert store.dropped_tail
+            assert store.rows == whole[:-1], "what was committed before is as it was"

@@ -19,8 +19,9 @@ from moe_serve.errors import (
 )
 from moe_serve.ports import Cause, DType, RowStatus, SubReply
 from moe_serve.router.checks import ForwardInput
-from moe_serve.router.dispatch import ForwardOutput, RouterCore
+from moe_serve.router.dispatch import RouterCore
 from moe_serve.router.faults import ContributionFault, FaultKind
+from moe_serve.router.flight import ForwardOutput
 from moe_serve.router.ledger import CombinedEntry, RequestEntry
 from moe_serve.rpc.codec import unpack_bits
 from moe_serve.wire.frame import TIMEOUT_S_MAX, check_timeout

@@ -75,6 +75,14 @@ def test_bitmaps_survive_the_way_and_bit_i_is_row_i(size: int) -> None:
     assert codec.pack_bits(None) == b""
 
 
+def test_small_rows_and_wide_routing_have_limits_of_their_own() -> None:
+    def rows(top_k: int) -> int:
+        return codec.max_rows(top_k=top_k, hidden_size=2, max_message_bytes=1 << 40)
+
+    assert rows(8) == codec.ROWS_MAX
+    assert rows(64) == codec.PAIRS_MAX // 64
+
+
 @pytest.mark.parametrize("top_k", [1, 3, 8])
 @pytest.mark.parametrize("limit", [5_000, 65_536, 1_000_003])
 def test_max_rows_is_the_greatest_that_fits(top_k: int, limit: int) -> None:

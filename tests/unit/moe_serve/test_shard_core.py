@@ -36,6 +36,8 @@ class Rig:
 
     def __init__(self, **settings: Any) -> None:
         model = marker_model()
+        # What is little must not depend on how busy the machine is.
+        settings = {"queue": QueueLimits(direct_s_max=60.0)} | settings
         self.backend = MarkerBackend(model.expert)
         self.shard: Shard = marker_shard(model=model, backend=self.backend, **settings)
         self.core = self.shard.core

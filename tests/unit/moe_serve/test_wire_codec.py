@@ -20,13 +20,16 @@ from moe_serve.errors import (
     Unavailable,
 )
 from moe_serve.ports import Cause, DType, RowStatus, SubCall, SubReply
-from moe_serve.wire.codec import decode, encode
+from moe_serve.rpc import codec
+from moe_serve.wire.codec import decode, encode, forward_bytes_max
 from moe_serve.wire.frame import (
     CHUNK_BYTES_MAX,
+    PAIRS_MAX,
     PREFIX,
     ROWS_MAX,
     Kind,
     check_message_size,
+    message_bytes,
     read_ids,
 )
 from moe_serve.wire.wire_messages import (
@@ -331,6 +334,39 @@ def test_the_limit_is_on_all_frames_together() -> None:
         decode(frames, size - 1)
     with pytest.raises(ResourceExhausted, match=f"limit is {size - 1}"):
         check_message_size(frames, size - 1)
+
+
+@given(
+    rows=st.integers(1, 12),
+    top_k=st.integers(1, 12),
+    hidden=st.integers(1, 24),
+    dtype=st.sampled_from([DType.FLOAT32, DType.BFLOAT16]),
+    bitmaps=st.booleans(),
+)
+def test_a_request_whose_pairs_all_go_to_one_rank_fits(
+    rows: int, top_k: int, hidden: int, dtype: DType, bitmaps: bool
+) -> None:
+    valid = np.ones((rows, top_k), np.bool_) if bitmaps else None
+    request = codec.forward_request(
+        codec.ForwardArrays(
+            model="",
+            layer=0,
+            phase=1,
+            data_type=codec.FP32 if dtype is DType.FLOAT32 else codec.BF16,
+            hidden=np.zeros((rows, hidden), dtype.numpy),
+            topk_ids=np.zeros((rows, top_k), np.int32),
+            topk_weights=np.zeros((rows, top_k), np.float32),
+            pair_valid=valid,
+        )
+    ).ByteSize()
+    pairs = [(row, k, 1, 1.0, k) for row in range(rows) for k in range(top_k)]
+    call = sub_call(np.zeros((rows, hidden), dtype.numpy), pairs, dtype=dtype)
+    assert message_bytes(encode(call)) <= forward_bytes_max(request, hidden, top_k)
+
+
+def test_most_rows_and_pairs_of_a_request_are_no_more_than_of_a_sub_call() -> None:
+    assert codec.ROWS_MAX <= ROWS_MAX
+    assert codec.PAIRS_MAX <= PAIRS_MAX
 
 
 def test_ids_are_read_from_a_message_that_is_broken_behind_them() -> None:

@@ -7,7 +7,15 @@ import pytest
 from placement.config import RebalanceConfig
 from placement.engine import EngineSnapshot
 from placement.engine.decision import layers_in_words
-from placement.engine.outlook import FAILURES_KEPT, expected_balance, saving_by_layer, take_window
+from placement.engine.outlook import (
+    FAILURES_KEPT,
+    expected_balance,
+    remember_failure,
+    saving_by_layer,
+    scenarios_of,
+    take_window,
+    wary_scenarios,
+)
 from placement.engine.shift import shift_seen
 from placement.messages import events as ev
 from placement.messages.codec import decode_as, encode
@@ -112,6 +120,30 @@ def test_load_that_flips_after_each_move_gets_a_layout_for_both_sides():
     snapshot = driver.engine.snapshot()
     again = decode_as(encode(snapshot), EngineSnapshot)
     assert encode(again) == encode(snapshot)
+
+
+def test_a_layer_that_fails_early_is_planned_for_every_window_and_the_others_for_their_mean():
+    """More windows to plan for than sub-windows that were seen: the others see their mean there."""
+    spec = make_spec(num_layers=2)
+    driver = driver_of(spec, slots=9)
+    demand = make_demand(spec, {0: 700.0, 5: 300.0}, 100.0)
+    window = make_window(spec, demand, window_s=driver.config.window_s, sub_windows=1)
+    driver.now_s = window.end_s
+    driver.feed(ev.WindowClosed(at_s=0.0, window=window))
+    turn = driver.engine._turn(driver.now_s)
+    seen, seen_weights = scenarios_of(turn)
+    remember_failure(turn, [0])
+    gate = turn.state.gate
+    turn.state.gate = msgspec.structs.replace(gate, failed=np.array([1.0, 0.0]))
+    planned, weights = wary_scenarios(turn)
+    mean = np.tensordot(seen_weights, seen, axes=1)
+    rate = turn.state.history.rates()[0]
+    assert len(seen) == 1
+    # The mean, the window that failed, the window that is kept, and failures that there were not.
+    assert planned[:, :, 0] == pytest.approx(np.stack([mean, rate, rate, mean, mean])[:, :, 0])
+    assert planned[:, :, 1] == pytest.approx(np.stack([mean] * 5)[:, :, 1])
+    assert weights.sum() == pytest.approx(1.0)
+    assert (np.diff(weights) < 0.0).all(), "what is older weighs less"
 
 
 def worst_over_mean(driver, hot):

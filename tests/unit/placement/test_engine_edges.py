@@ -140,6 +140,44 @@ def test_an_add_never_begins_once_the_slot_it_waited_for_is_kept():
     assert cancelled
 
 
+def test_a_removal_that_waits_goes_on_waiting_when_its_rank_tells_what_it_holds():
+    driver = filled([[0, 1], [2, 3]])
+    driver.hold.add(CopyExpert)
+    run_plan(driver, [[2, 3, -1], [0, 1, -1]])
+    steps = driver.engine.state.run.steps
+    waits = [i for i, s in steps.items() if s.step.kind is StepKind.REMOVE and s.state == "planned"]
+    ranks = {steps[i].step.slot.rank for i in waits}
+    assert ranks == {0, 1}
+    for rank in ranks:
+        driver.join(rank, shard=driver.shards[rank])
+    assert [steps[i].state for i in waits] == ["planned"] * len(waits)
+    assert driver.keys() == [[0, 1], [2, 3]], "it serves until its successor does"
+    driver.let_go(CopyExpert)
+    driver.wait(12.0)
+    assert driver.engine.state.run is None
+    assert driver.keys() == [[2, 3], [0, 1]]
+    driver.check_agreement()
+
+
+def test_a_rank_that_has_not_spoken_since_a_restart_is_not_removed_yet():
+    driver = filled([[0, 1], [2, 3], [0, 1]])
+    restart(driver, driver.engine.snapshot(), [], silent=(2,))
+    answer = ask(driver, ev.RankRemoveAsked, rank=2, accept_lower_floor=True)
+    assert answer.code != "ok"
+    assert driver.engine.state.ranks[2].drained_by == ()
+
+
+def test_a_shard_that_is_being_replaced_is_not_to_be_replaced_a_second_time():
+    driver = filled([[0, 1], [2, 3], [0, 1]])
+    driver.hold.add(ReleaseSlot)
+    for _ in range(2):
+        answer = ask(driver, ev.RankReplaceAsked, rank=2, accept_lower_floor=True)
+        assert answer.code == "ok"
+        assert driver.engine.state.ranks[2].drained_by == (ev.DrainCause.REPLACE,)
+    noted = [r for r in driver.records if r.rule == "rank_replaced"]
+    assert len(noted) == 1
+
+
 def test_what_no_order_allows_is_recorded():
     driver = filled([[0, 1], [2, 3]], slots=2, staging_slots=0)
     run_plan(driver, [[2, 1], [0, 3]], staging_slots=0)

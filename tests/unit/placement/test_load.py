@@ -55,6 +55,20 @@ def hotness(seq, keys, pairs, seconds, rank=0, source="shard-0"):
     )
 
 
+def test_a_rank_that_joins_is_counted_from_then_on_and_nothing_is_lost():
+    load = folder()
+    assert load.add_hotness(hotness(1, [key_of(1, 2)], [5], [0.5], rank=1), 10.0)
+    with pytest.raises(LoadError, match="rank 3 must lie in"):
+        load.add_hotness(hotness(1, [0], [1], [0.1], rank=3, source="shard-3"), 10.0)
+    load.hold_ranks(4)
+    load.hold_ranks(2)  # numbers are kept by ranks that have left
+    assert load.add_hotness(hotness(1, [key_of(0, 0)], [7], [0.7], rank=3, source="shard-3"), 10.0)
+    first = load.close(12.0)
+    assert first.rank_pairs.tolist() == [[0, 0], [0, 5], [0, 0], [7, 0]]
+    assert first.rank_busy_s.sum(axis=1).tolist() == [0.0, 0.5, 0.0, 0.7]
+    assert load.close(14.0).rank_pairs.shape == (4, LAYERS)
+
+
 def test_reports_fall_into_the_sub_window_in_which_they_arrive():
     load = folder()
     assert load.add_demand(demand(1, [key_of(1, 2)], [5]), at_s=10.0)

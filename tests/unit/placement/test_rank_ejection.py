@@ -196,6 +196,14 @@ def test_more_work_a_call_and_a_device_declared_slow_are_allowed_for() -> None:
     assert judge.out(10.0) == {1}
 
 
+def test_a_rank_that_was_added_later_may_be_of_the_slowest_device() -> None:
+    judge = a_judge(num_ranks=5, slowness=(1.0, 8.0, 1.0, 1.0))
+    run(judge, {0: 0.01, 1: 0.08, 2: 0.01, 3: 0.01, 4: 0.08})
+    assert judge.out(5.0) == frozenset()
+    run(judge, {0: 0.01, 1: 0.08, 2: 0.01, 3: 0.01, 4: 0.8}, from_s=5.0)
+    assert judge.out(10.0) == {4}
+
+
 def test_a_few_slow_answers_among_many_are_no_straggler() -> None:
     judge = a_judge()
     for tick in range(100):

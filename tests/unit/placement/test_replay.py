@@ -65,6 +65,18 @@ def test_a_changed_effect_is_named():
     assert "is nothing" in difference
 
 
+def test_the_first_of_several_effects_that_differs_is_named():
+    controller, steps = journal()
+    number = next(i for i, (_, effects) in enumerate(steps) if len(effects.commands) > 1)
+    event, effects = steps[number]
+    *others, last = effects.commands
+    commands = (*others, msgspec.structs.replace(last, at_s=last.at_s + 1.0))
+    changed = list(steps)
+    changed[number] = event, msgspec.structs.replace(effects, commands=commands)
+    (difference,) = replay_segment(*as_bytes(controller.started_from, changed))
+    assert difference.endswith(f"commands[{len(others)}] was WakeAt, is WakeAt with other content")
+
+
 def test_recorded_targets_can_be_computed_again():
     controller, steps = journal(seed=7)
     config = controller.engine.config

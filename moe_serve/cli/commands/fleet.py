@@ -1,0 +1,104 @@
+"""`add-rank`, `remove-rank`, `roll`: a fleet that grows, shrinks and is renewed while it serves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moe_serve.cli.options import (
+    AddressOption,
+    OutputOption,
+    RankArgument,
+    ServiceOption,
+    admin_of,
+)
+from moe_serve.cli.output import Output, OutputFormat
+from moe_serve.cli.plain import plain
+from moe_serve.cli.rolling import PartGroup, Roll
+
+LowerFloorOption = Annotated[
+    bool,
+    typer.Option(
+        "--accept-lower-floor",
+        help="Go on where the other ranks can only hold every expert in fewer failure domains.",
+    ),
+]
+
+
+def add_rank(
+    ctx: typer.Context,
+    group: Annotated[
+        int, typer.Option(min=0, help="Which entry of fleet.ranks it is made from, from 0.")
+    ] = 0,
+    node: Annotated[str, typer.Option(help="The only node it may run on, by its name.")] = "",
+    again: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="RANK", help="A removed rank that is to come back as it was."),
+    ] = None,
+    address: AddressOption = "",
+    service: ServiceOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Add a rank to the running service, or take a removed one back.
+
+    Its shard is started; experts come to it as soon as that pays.
+    """
+    with admin_of(ctx, address, service) as admin:
+        answer = admin.add_rank(group, node, again)
+    Output(output).data(plain(answer), [answer.message])
+
+
+def remove_rank(
+    ctx: typer.Context,
+    rank: RankArgument,
+    accept_lower_floor: LowerFloorOption = False,
+    address: AddressOption = "",
+    service: ServiceOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Empty a rank, then end its shard for good.
+
+    Refused where the others cannot hold every expert. `undrain` takes it back until the rank is
+    empty, `add-rank --again` afterwards.
+    """
+    with admin_of(ctx, address, service) as admin:
+        answer = admin.remove_rank(rank, accept_lower_floor)
+    Output(output).data({"rank": rank, **plain(answer)}, [answer.message])
+
+
+def roll(
+    ctx: typer.Context,
+    only: Annotated[
+        list[PartGroup] | None,
+        typer.Option(
+            metavar="PARTS", help="Only ranks, routers or controller; may be given again."
+        ),
+    ] = None,
+    accept_lower_floor: LowerFloorOption = False,
+    accept_gap: Annotated[
+        bool,
+        typer.Option("--accept-gap", help="Replace the only router: calls fail until it is back."),
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Longest time for one part.")
+    ] = 300.0,
+    address: AddressOption = "",
+    service: ServiceOption = "",
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Replace every part by a new one, one after another: ranks, routers, the controller.
+
+    Each is emptied or drained first and back before the next goes. Stops at the first failure.
+    """
+    out = Output(output)
+    with admin_of(ctx, address, service) as admin:
+        rolling = Roll(
+            admin,
+            out.note,
+            wait_s=wait,
+            accept_lower_floor=accept_lower_floor,
+            accept_gap=accept_gap,
+        )
+        rolling.run(tuple(only) if only else tuple(PartGroup))
+    out.data({"replaced": rolling.replaced}, [f"replaced: {', '.join(rolling.replaced)}"])

@@ -1,0 +1,215 @@
+"""A rolling replacement: one part after another, the service serving on, stopped at the first
+failure.
+
+The loop is here and not in the controller, for the controller is one of the parts that are
+replaced. Each step is a request that may be sent again (it names the life that is to go), so
+nothing is lost when this program or the controller ends in between: at most one part is away, and
+what was asked for it is in the journal.
+
+Responsible for the order, for when a part counts as back, and for saying what is left where it
+stops. Must never decide whether a rank can be spared: the controller refuses then. Called by the
+command `roll`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+
+from moe_serve.cli.admin import Admin
+from moe_serve.cli.exits import CannotReach
+from moe_serve.errors import FailedPrecondition, MoeServeError, Unavailable
+from moe_serve.rpc import placement_pb2 as pb
+
+LOOK_S = 0.25
+"""Between two looks at the placement."""
+REFUSED_S = 5.0
+"""A part that does not start is tried again by the controller; after so long the roll gives up."""
+SETTLED_S = 3.0
+"""A rank whose share has gone elsewhere has it again once nothing has moved for so long."""
+READY_S = 6.0
+"""A router must have served for so long before the next one goes: front ends set a router that
+failed aside for 5 s, and try to connect again each 2 s."""
+QUIET = ("steady", "paused")
+"""States of a service in which nothing moves."""
+
+
+class PartGroup(StrEnum):
+    """Parts that are replaced together, in this order."""
+
+    RANKS = "ranks"
+    ROUTERS = "routers"
+    CONTROLLER = "controller"
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Where time comes from: monotonic seconds, and a wait."""
+
+    now_s: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(slots=True)
+class Roll:
+    """One run. say: told a line at each step. wait_s: the longest that one part may take, its
+    emptying and filling included. `replaced`: parts that are new, in order."""
+
+    admin: Admin
+    say: Callable[[str], None]
+    wait_s: float
+    accept_lower_floor: bool = False
+    accept_gap: bool = False
+    clock: Clock = field(default_factory=Clock)
+    replaced: list[str] = field(default_factory=list)
+    _router_back_s: float = float("-inf")
+
+    def run(self, groups: Collection[PartGroup] = tuple(PartGroup)) -> None:
+        """Replace every part of the groups. Raises FailedPrecondition at the first that fails, with
+        what is left as it was; before the first where something is wrong already."""
+        first = self.admin.placement()
+        if first.problems or first.missing:
+            wrong = first.problems[0] if first.problems else f"{len(first.missing)} experts missing"
+            raise FailedPrecondition(f"nothing is replaced while something is wrong: {wrong}")
+        todo = _parts(first, groups)
+        for number, (name, replace) in enumerate(todo):
+            self.say(f"replacing {name} ({number + 1} of {len(todo)})")
+            try:
+                replace(self)
+            except MoeServeError as error:
+                rest = [other for other, _ in todo[number + 1 :]]
+                raise FailedPrecondition(self._stopped(name, error, rest)) from error
+            self.replaced.append(name)
+
+    def _stopped(self, name: str, error: MoeServeError, rest: Sequence[str]) -> str:
+        done = ", ".join(self.replaced) or "nothing"
+        left = ", ".join(rest) or "nothing"
+        return (
+            f"the roll stopped at {name}: {error.message}. Replaced so far: {done}; untouched: "
+            f"{left}. What serves goes on serving; mend the cause and roll again"
+        )
+
+    # ------------------------------------------------------------------------------- parts
+
+    def rank(self, number: int) -> None:
+        """Replace the shard of a rank, and wait until it holds its share again."""
+        before = self._look().ranks[number]
+        held = _held(before)
+        self._ask(
+            lambda: self.admin.replace_rank(number, before.incarnation, self.accept_lower_floor)
+        )
+        name = f"rank {number}"
+
+        def is_back(seen: pb.GetPlacementResponse) -> bool:
+            now = seen.ranks[number]
+            return now.incarnation > before.incarnation and now.state in ("up", "draining")
+
+        self._wait(f"{name} has a new shard", name, is_back)
+        quiet_since_s: list[float] = []
+
+        def holds_share(seen: pb.GetPlacementResponse) -> bool:
+            if not is_back(seen) or seen.missing:
+                return False
+            if seen.state not in QUIET:
+                quiet_since_s.clear()
+            elif not quiet_since_s:
+                quiet_since_s.append(self.clock.now_s())
+            settled = bool(quiet_since_s) and self.clock.now_s() >= quiet_since_s[0] + SETTLED_S
+            return _held(seen.ranks[number]) >= held or settled
+
+        now = _held(self._wait(f"{name} holds its share", name, holds_share).ranks[number])
+        self.say(f"{name} is back and holds {now} experts; it held {held}")
+
+    def router(self, name: str) -> None:
+        """Replace a router, and wait until the new one uses a table."""
+        self.clock.sleep(max(0.0, self._router_back_s + READY_S - self.clock.now_s()))
+        before = next(r for r in self._look().routers if r.router == name)
+        self._ask(lambda: self.admin.replace_router(name, before.incarnation, self.accept_gap))
+
+        def is_back(seen: pb.GetPlacementResponse) -> bool:
+            now = next((r for r in seen.routers if r.router == name), pb.Router())
+            newer = now.incarnation > before.incarnation
+            return newer and now.state == "up" and now.applied_epoch >= 0
+
+        now = self._wait(f"{name} serves again", name, is_back)
+        address = next(r.address for r in now.routers if r.router == name)
+        self.say(f"{name} serves again at {address}; it was at {before.address}")
+
+        self._router_back_s = self.clock.now_s()
+
+    def controller(self) -> None:
+        """Have the controller started again, and wait until it has every part back."""
+        before = self._look()
+        self._ask(lambda: self.admin.restart_controller(before.term))
+
+        def is_back(seen: pb.GetPlacementResponse) -> bool:
+            whole = all(r.state in ("up", "draining", "removed") for r in seen.ranks)
+            routers = all(r.state == "up" and r.applied_epoch >= 0 for r in seen.routers)
+            return seen.term > before.term and whole and routers and not seen.missing
+
+        term = self._wait("the controller has every part back", "controller", is_back).term
+        self.say(f"the controller is back in term {term}; it was {before.term}")
+
+    # ------------------------------------------------------------------------------- asking
+
+    def _look(self) -> pb.GetPlacementResponse:
+        seen: list[pb.GetPlacementResponse] = []
+        self._ask(lambda: seen.append(self.admin.placement()))
+        return seen[0]
+
+    def _ask(self, request: Callable[[], object]) -> None:
+        """Send a request until the controller answers it: it may be between two lives."""
+        ends_s = self.clock.now_s() + self.wait_s
+        while True:
+            try:
+                request()
+            except (Unavailable, CannotReach):
+                if self.clock.now_s() >= ends_s:
+                    raise
+                self.clock.sleep(LOOK_S)
+            else:
+                return
+
+    def _wait(
+        self, what: str, place: str, holds: Callable[[pb.GetPlacementResponse], bool]
+    ) -> pb.GetPlacementResponse:
+        """The first placement for which it holds. Raises FailedPrecondition where the controller
+        says for a while that the part does not start, or when the time is over."""
+        ends_s = self.clock.now_s() + self.wait_s
+        refused_since_s = 0.0
+        while True:
+            seen = self._look()
+            if holds(seen):
+                return seen
+            now_s = self.clock.now_s()
+            refusal = next((p for p in seen.problems if p.startswith(f"{place} does not ")), "")
+            refused_since_s = (refused_since_s or now_s) if refusal else 0.0
+            if refusal and now_s >= refused_since_s + REFUSED_S:
+                raise FailedPrecondition(refusal)
+            if now_s >= ends_s:
+                raise FailedPrecondition(f"not within {self.wait_s:g} s: {what}")
+            self.clock.sleep(LOOK_S)
+
+
+def _held(rank: pb.Rank) -> int:
+    """Experts it serves."""
+    return sum(slot.state == "LISTED" for slot in rank.slots)
+
+
+def _parts(
+    seen: pb.GetPlacementResponse, groups: Collection[PartGroup]
+) -> list[tuple[str, Callable[[Roll], None]]]:
+    """Names and replacements of the parts there are, in order."""
+    found: list[tuple[str, Callable[[Roll], None]]] = []
+    if PartGroup.RANKS in groups:
+        numbers = [rank.rank for rank in seen.ranks if rank.state != "removed"]
+        found += [(f"rank {n}", partial(Roll.rank, number=n)) for n in numbers]
+    if PartGroup.ROUTERS in groups:
+        names = [router.router for router in seen.routers]
+        found += [(name, partial(Roll.router, name=name)) for name in names]
+    if PartGroup.CONTROLLER in groups:
+        found.append(("controller", Roll.controller))
+    return found

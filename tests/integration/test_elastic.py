@@ -1,0 +1,197 @@
+"""A fleet that changes while it serves: a rank leaves, ranks join, every part is replaced.
+
+Marker weights, so that an answer of a wrong expert shows; traffic through both routers, unary and
+stream, all the time; not one call may fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_serve.cli.rolling import Clock, PartGroup, Roll
+from moe_serve.config import ServiceConfig
+from moe_serve.errors import FailedPrecondition, MoeServeError
+from tests.marker_checkpoint import (
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    marker_oracle,
+    marker_rows,
+    write_marker_checkpoint,
+)
+from tests.service_cluster import Placement, Service, part_pids, service_config, wait_until
+from tests.traffic import Source, Traffic, Workload, draw
+
+SLOTS = 18
+"""One rank can hold all 16 experts, so that two on a node can do without either."""
+KEYS = LAYERS * EXPERTS
+
+WORKLOAD = Workload(
+    lambda rng: draw(rng, marker_rows, layers=LAYERS, experts=EXPERTS, top_k=TOP_K), marker_oracle
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(scratch: Path) -> Path:
+    return write_marker_checkpoint(scratch / "marker")
+
+
+@pytest.fixture(scope="module")
+def service(deploy_service: Any, scratch: Path, checkpoint: Path) -> Service:
+    config = service_config(
+        "elastic",
+        str(checkpoint),
+        scratch / "state",
+        slots=SLOTS,
+        rebalance={"drain_wait_s": 1.0, "floor": 2},
+    )
+    deployed: Service = deploy_service(one_rank_fewer(config))
+    return deployed
+
+
+def one_rank_fewer(config: ServiceConfig) -> ServiceConfig:
+    """Two ranks on node a, one on node b: a part less to start and to replace."""
+    first, second = config.fleet.ranks
+    ranks = [first, second.model_copy(update={"count": 1})]
+    return config.model_copy(update={"fleet": config.fleet.model_copy(update={"ranks": ranks})})
+
+
+@contextlib.contextmanager
+def traffic_through(service: Service) -> Iterator[Traffic]:
+    sources = [Source(a, stream) for a in service.routers for stream in (False, True)]
+    with Traffic(sources, WORKLOAD) as traffic:
+        yield traffic
+        traffic.more(20)
+    print(f"{traffic.requests} calls, {traffic.failed} failed, slowest {traffic.slowest_s:.2f} s")
+    assert traffic.failures == []
+
+
+def state(placement: Placement, rank: int) -> str:
+    return placement.ranks[rank].state if rank < len(placement.ranks) else "absent"
+
+
+def held(placement: Placement, rank: int) -> int:
+    return sum(slot.state == "LISTED" for slot in placement.ranks[rank].slots)
+
+
+def domains(placement: Placement) -> int:
+    """Failure domains of the expert that has the fewest."""
+    found: dict[tuple[int, int], set[str]] = {}
+    for rank in placement.ranks:
+        for slot in rank.slots:
+            if slot.state == "LISTED":
+                found.setdefault((slot.layer, slot.expert), set()).add(rank.failure_domain)
+    return min((len(where) for where in found.values()), default=0) if len(found) == KEYS else 0
+
+
+def looking(service: Service, floors: list[int]) -> Clock:
+    """A clock that looks at the floor each time it is asked to wait."""
+
+    def sleep(seconds: float) -> None:
+        with contextlib.suppress(MoeServeError):  # between two controllers nobody says
+            floors.append(domains(service.placement()))
+        time.sleep(seconds)
+
+    return Clock(sleep=sleep)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def settled(placement: Placement) -> bool:
+    return placement.state in ("steady", "moving", "planning") and not placement.missing
+
+
+def test_a_rank_leaves_and_comes_back_and_another_joins(service: Service) -> None:
+    service.wait_quiet()
+    start = service.placement()
+    with pytest.raises(FailedPrecondition, match=r"1 failure domain\(s\) instead of 2"):
+        service.admin.remove_rank(2, False)  # the only one on node b
+    with traffic_through(service):
+        began_s = time.monotonic()
+        service.admin.remove_rank(1, False)
+        left = service.wait("rank 1 has left", lambda p: state(p, 1) == "removed" and settled(p))
+        wait_until("its process has ended", lambda: not alive(start.ranks[1].pid))
+        print(f"rank 1 left in {time.monotonic() - began_s:.1f} s")
+        assert [held(left, rank) for rank in range(3)] == [KEYS, 0, KEYS]
+
+        os.kill(service.controller_pid(), signal.SIGKILL)
+        after = service.wait(
+            "a new controller knows it", lambda p: p.term > start.term and settled(p)
+        )
+        assert [state(after, rank) for rank in range(3)] == ["up", "removed", "up"]
+        assert after.ranks[0].pid == start.ranks[0].pid
+
+        began_s = time.monotonic()
+        assert service.admin.add_rank(0, "", 1).rank == 1
+        assert service.admin.add_rank(0, "b", None).rank == 3
+    # Node b is not in group 0: nobody can start it there, and that is said.
+    service.wait(
+        "the wrong place is named", lambda p: any("rank 3 does not start" in x for x in p.problems)
+    )
+    service.admin.remove_rank(3, False)
+    with traffic_through(service):
+        assert service.admin.add_rank(1, "b", None).rank == 4
+        joined = service.wait(
+            "both are up", lambda p: state(p, 1) == state(p, 4) == "up" and not p.problems
+        )
+        print(f"ranks 1 and 4 joined in {time.monotonic() - began_s:.1f} s")
+        assert [r.node for r in joined.ranks] == ["a", "a", "b", "b", "b"]
+        assert joined.ranks[1].incarnation > start.ranks[1].incarnation
+        service.admin.drain(2)
+        service.wait("rank 4 holds node b's share", lambda p: held(p, 4) == KEYS and settled(p))
+        service.admin.undrain(2)
+    service.wait_quiet()
+
+
+def test_every_part_is_replaced_and_a_roll_that_fails_leaves_the_rest_serving(
+    service: Service, checkpoint: Path
+) -> None:
+    service.wait_quiet()
+    before = service.placement()
+    ranks = [rank.rank for rank in before.ranks if rank.state == "up"]
+    lines: list[str] = []
+    with traffic_through(service):
+        began_s = time.monotonic()
+        floors: list[int] = []
+        roll = Roll(service.admin, lines.append, wait_s=120.0, clock=looking(service, floors))
+        roll.run()
+        print(f"floors seen: {sorted(set(floors))}, {len(floors)} looks")
+        assert floors
+        assert min(floors) == 2
+        print(f"{len(roll.replaced)} parts replaced in {time.monotonic() - began_s:.1f} s")
+        print(*lines, sep="\n")
+    after = service.placement()
+    assert roll.replaced == [*(f"rank {n}" for n in ranks), "router-0", "router-1", "controller"]
+    assert after.term == before.term + 1
+    assert [r.address for r in after.routers] == [r.address for r in before.routers]
+    old, new = part_pids(before), part_pids(after)
+    assert not [name for name in roll.replaced[:-1] if old[name] == new[name]]
+    assert not [pid for name, pid in old.items() if pid and alive(pid)]
+
+    away = checkpoint.rename(checkpoint.with_name("away"))
+    with traffic_through(service):
+        roll = Roll(service.admin, lines.append, wait_s=120.0)
+        with pytest.raises(FailedPrecondition, match=r"stopped at rank 0: .* is not a folder"):
+            roll.run([PartGroup.RANKS])
+        stopped = service.placement()
+        assert roll.replaced == []
+        assert not stopped.missing
+        untouched = {n: pid for n, pid in part_pids(stopped).items() if n != "rank 0"}
+        assert untouched == {n: pid for n, pid in new.items() if n != "rank 0"}
+        assert any("rank 0 does not start" in problem for problem in stopped.problems)
+    away.rename(checkpoint)
+    service.wait("rank 0 is back by itself", lambda p: state(p, 0) == "up" and not p.problems)
