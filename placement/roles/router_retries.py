@@ -2,7 +2,8 @@
 
 A call waits here for one of two things. One that some rank can serve waits for room in the budget,
 in order: for others to end as long as it takes, but for a budget that is used up, because much is
-failing, not longer than its patience. One that has an expert whose every listed rank is
+failing, not longer than its patience. What only named old slots is no sign that anything fails: it
+waits for others to end, and not for the budget. One that has an expert whose every listed rank is
 unreachable is *held*: sending it would only use up its attempts. It is released when a rank or the
 table changes, and given up shortly before its request's deadline, so that the caller learns the
 reason.
@@ -44,9 +45,9 @@ class RetryQueue:
         """Calls of any list. The same set for ever."""
         self._waiting: OrderedDict[int, tuple[float, float]] = OrderedDict()
         """Call -> (when it began to wait, when it is given up), oldest first."""
-        self._released: OrderedDict[int, float] = OrderedDict()
-        """Calls that were held before -> when they are given up. What kept them is known to have
-        changed: their retries are no part of a storm."""
+        self._free: OrderedDict[int, float] = OrderedDict()
+        """Calls that were held before, or refused for their old table -> when they are given up.
+        What kept them is known to have changed: their retries are no part of a storm."""
         self._held: dict[int, float] = {}
         """Call -> when it is given up."""
         self._dry_since_s: float | None = None
@@ -60,6 +61,12 @@ class RetryQueue:
         self.pending.add(call_id)
         self._waiting[call_id] = (at_s, at_s + 0.9 * left_s)
         self._next_s = min(self._next_s, self._end_s(call_id))
+
+    def redirect(self, call_id: int, at_s: float, left_s: float) -> None:
+        """The call was refused for its old table alone: it waits for others to end, no more."""
+        self.pending.add(call_id)
+        self._free[call_id] = end_s = at_s + 0.9 * left_s
+        self._next_s = min(self._next_s, end_s)
 
     def hold(self, call_id: int, at_s: float, left_s: float) -> None:
         """The call waits for a rank to come back."""
@@ -77,18 +84,18 @@ class RetryQueue:
 
     def release(self, call_id: int) -> None:
         """A held call can be served again: it waits for the budget instead."""
-        self._released[call_id] = self._held.pop(call_id)
+        self._free[call_id] = self._held.pop(call_id)
 
     def take(self, open_calls: int, at_s: float) -> list[int]:
         """Calls whose retry starts now, as far as the budget goes."""
         taken: list[int] = []
-        while self._released:
-            call_id = next(iter(self._released))
+        while self._free:
+            call_id = next(iter(self._free))
             if not self.budget.grant(call_id, open_calls, at_s, free=True):
                 break  # too many at once
-            del self._released[call_id]
+            del self._free[call_id]
             taken.append(call_id)
-        while self._waiting and not self._released:
+        while self._waiting and not self._free:
             call_id = next(iter(self._waiting))
             if not self.budget.grant(call_id, open_calls, at_s):
                 break
@@ -107,7 +114,7 @@ class RetryQueue:
         if at_s < self._next_s:
             return []
         ends = [(self._end_s(call_id), call_id, False) for call_id in self._waiting]
-        ends += [(end_s, call_id, False) for call_id, end_s in self._released.items()]
+        ends += [(end_s, call_id, False) for call_id, end_s in self._free.items()]
         ends += [(end_s, call_id, True) for call_id, end_s in self._held.items()]
         self._next_s = min((end_s for end_s, _, _ in ends if end_s > at_s), default=inf)
         return [Overdue(call_id, held) for end_s, call_id, held in ends if end_s <= at_s]
@@ -123,7 +130,7 @@ class RetryQueue:
             self.pending.discard(call_id)
             self._waiting.pop(call_id, None)
             self._held.pop(call_id, None)
-            self._released.pop(call_id, None)
+            self._free.pop(call_id, None)
 
     def _end_s(self, call_id: int) -> float:
         """When a call that waits for the budget is given up, as things are now."""

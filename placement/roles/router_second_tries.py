@@ -67,7 +67,8 @@ class SecondTries:
             self.forget(call.call_id)
             self._book.drop_call(call)
             return Step(request.key, failure=failure)
-        self.queue.wait(call.call_id, at_s, left_s)
+        put = self.queue.redirect if _only_stale(call) else self.queue.wait
+        put(call.call_id, at_s, left_s)
         return Step(request.key)
 
     def take_retries(self, at_s: float) -> tuple[Retry, ...]:
@@ -83,8 +84,7 @@ class SecondTries:
         granted = []
         for call_id in self.queue.take(len(self._book.calls), at_s):
             call = self._book.calls[call_id]
-            stale = all(refusal.why is Ended.STALE for refusal in call.refused_by.values())
-            wait_s = 0.0 if stale else self._rules.retry_wait_s * call.attempt
+            wait_s = 0.0 if _only_stale(call) else self._rules.retry_wait_s * call.attempt
             granted.append(Retry(call.request_key, call_id, wait_s))
         return tuple(granted)
 
@@ -129,3 +129,8 @@ class SecondTries:
         if not avoid or index is None:
             return []
         return out_of_reach(index, request.layer, experts_of(request, call), avoid)
+
+
+def _only_stale(call: Call) -> bool:
+    """Whether its ranks refused it for its old table and for nothing else."""
+    return all(refusal.why is Ended.STALE for refusal in call.refused_by.values())

@@ -246,6 +246,28 @@ def test_what_finds_no_room_in_the_budget_fails_after_its_patience() -> None:
     assert "layer 0, expert 0" in step.failure.detail
 
 
+def test_old_slots_cost_nothing_of_the_budget() -> None:
+    role = a_role(a_table([[0, 1]] * E), budget_least=0)
+    for key in range(1, 4):
+        (sent,) = begin(role, [[0]], key=key)
+        serve(role, sent, [Ended.STALE])
+    assert [r.request_key for r in role.take_retries(0.0)] == [1, 2, 3]
+    assert role.overdue(29.0) == ()
+    (sent,) = begin(role, [[0]], key=4)
+    role.lost(sent.sub_id, fault=False, at_s=0.0)
+    assert role.take_retries(0.0) == (), "what is lost does"
+
+
+def test_old_slots_are_no_excuse_for_what_was_lost_before() -> None:
+    role = a_role(a_table([[0, 1]] * E), budget_least=1)
+    (sent,) = begin(role, [[0]])
+    role.lost(sent.sub_id, fault=False, at_s=0.0)
+    (sent,) = retry(role, 0.0)
+    serve(role, sent, [Ended.STALE])
+    assert role.take_retries(0.0) == ()
+    assert len(role.overdue(29.0)) == 1
+
+
 def test_a_short_deadline_shortens_the_patience() -> None:
     role = a_role(a_table([[0, 1]] * E), budget_least=0)
     (sent,) = begin(role, [[0]], at_s=-29.5)  # half a second is left at 0
