@@ -62,11 +62,13 @@ def needed() -> set[str]:
     return found - {OURS} - WITH_PYTHON
 
 
-def test_every_pin_is_what_is_installed() -> None:
+def test_what_is_installed_is_what_was_pinned() -> None:
+    """Pins of packages that only some extras need may have nothing installed."""
     present = installed()
-    differ = {n: (v, present.get(n)) for n, v in pins().items() if present.get(n) != v}
+    both = {name: version for name, version in pins().items() if name in present}
+    differ = {n: (v, present[n]) for n, v in both.items() if present[n] != v}
     assert differ == {}, "run `make setup`, or pin what the tests ran with"
-    assert len(pins()) > 50
+    assert len(both) > 50
 
 
 def test_everything_needed_that_is_installed_is_pinned() -> None:

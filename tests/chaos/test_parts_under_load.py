@@ -378,10 +378,19 @@ def go_round(service: Service, faults: Faults, *, lives: bool = False) -> dict[s
         )
         for rank in away:
             service.admin.set_budget(rank ^ 1, budget)
-    return end_of(await_calm(service))
+    return end_of(await_whole(service))
 
 
-@pytest.mark.timeout(600)
+def await_whole(service: Service) -> Placement:
+    """Calm, and every shard has said that it has all its slots again."""
+    service.wait(
+        "every rank has its slots again", lambda p: all(r.num_slots == SLOTS for r in p.ranks), 60.0
+    )
+    return await_calm(service)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_calls_of_the_controller_that_get_lost_change_nothing_in_the_end(
     service: Service, faults: Faults, losses: RpcLoss
 ) -> None:
@@ -404,12 +413,18 @@ def test_calls_of_the_controller_that_get_lost_change_nothing_in_the_end(
             next_controller(service, faults)
             if any("Shard" in method for method, _ in short()):
                 replaced(service, faults, 0)  # which is not drained
+            if any("SetRankSlots" in method for method, _ in short()):
+                slot_bytes = int(service.placement().slot_bytes)
+                service.admin.set_budget(1, (SLOTS - 1) * slot_bytes)  # which is empty
+                service.wait("a slot less", lambda p: p.ranks[1].num_slots == SLOTS - 1)
+                service.admin.set_budget(1, SLOTS * slot_bytes)
+                await_whole(service)
         each = losses.lost
         losses.order(Orders(each=EACH, share=0.25, seed=1))
         random = go_round(service, faults)
         losses.heal()
         traffic.more(20)
-        end = end_of(await_calm(service))
+        end = end_of(await_whole(service))
     by_method: dict[str, list[int]] = {}
     for method in sorted({method for method, _ in each}):
         by_method[method] = [each[method, kind] for kind in KINDS]
