@@ -421,9 +421,11 @@ def test_calls_of_the_controller_that_get_lost_change_nothing_in_the_end(
                 await_whole(service)
         each = losses.lost
         losses.order(Orders(each=EACH, share=0.25, seed=1))
-        random = go_round(service, faults)
+        # While calls still get lost, what was asked for may still be on its way.
+        go_round(service, faults)
         losses.heal()
         traffic.more(20)
+        service.wait("all ends as without lost calls", lambda p: end_of(p) == want, 120.0)
         end = end_of(await_whole(service))
     by_method: dict[str, list[int]] = {}
     for method in sorted({method for method, _ in each}):
@@ -437,7 +439,6 @@ def test_calls_of_the_controller_that_get_lost_change_nothing_in_the_end(
     assert traffic.failures == []
     assert short() == {}
     assert one == want
-    assert random == want
     assert end == want
     for rank in range(RANKS):
         service.admin.undrain(rank)
