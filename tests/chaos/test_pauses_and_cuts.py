@@ -151,7 +151,7 @@ def test_calls_are_served_while_the_controller_stands_still(
 
 
 @contextmanager
-def second_controller(service: Service) -> Iterator[GrpcAdmin]:
+def second_controller(service: Service, history: Path) -> Iterator[GrpcAdmin]:
     """One more controller of the same service, under another name."""
     import ray
 
@@ -163,6 +163,7 @@ def second_controller(service: Service) -> Iterator[GrpcAdmin]:
         checkpoint_layers=layers,
         state_dir=str(service_dir(config.service, config.state_dir)),
         wire_keys=None,
+        history_dir=str(history),
     )
     name = f"{config.service}:second"
     kind: Any = ray.remote(ControllerActor)
@@ -185,14 +186,14 @@ def second_controller(service: Service) -> Iterator[GrpcAdmin]:
 
 
 def test_a_controller_that_stood_still_is_fenced_by_the_next(
-    service: Service, faults: Faults
+    service: Service, faults: Faults, history: Path
 ) -> None:
     start = service.placement()
     service.admin.drain(0)
     with loaded(service) as traffic:
         old = faults.pause_controller()
         try:
-            with second_controller(service) as admin:
+            with second_controller(service, history) as admin:
                 wait_until(
                     "the second controller has finished what the first began",
                     lambda: is_empty(admin.placement(), 0) and nothing_moves(admin.placement()),
