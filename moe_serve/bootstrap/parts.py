@@ -7,7 +7,7 @@ Called by the fleet (in the controller's process) and by `service`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -109,10 +109,12 @@ class PartsPlan:
         took_s = [float(rank_seconds(1.0, 1.0, spec, profile)) for profile in ranks]
         return tuple(one / min(took_s) for one in took_s)
 
-    def _wire_message_bytes_max(self) -> int:
-        """Longest message between a router and a shard: a request at its limit fits."""
+    def _wire(self) -> WireOptions:
+        """Of both ends of the connections between routers and shards: a request at its limit
+        fits."""
         limit = self.config.limits.max_message_bytes
-        return forward_bytes_max(limit, self.spec.hidden_size, self.spec.top_k)
+        longest = forward_bytes_max(limit, self.spec.hidden_size, self.spec.top_k)
+        return WireOptions(message_bytes_max=longest)
 
     def group(self, rank: int, place: RankPlace) -> RankGroup:
         """Group that a rank's shard is made from. Raises StartRefused where the service file has it
@@ -161,7 +163,7 @@ class PartsPlan:
             weights_version=self.spec.weights_version,
             host=host,
             client_keys=self.wire_keys,
-            wire=WireOptions(message_bytes_max=self._wire_message_bytes_max()),
+            wire=self._wire(),
             queue=QueueLimits(rows_max=limits.max_queue_rows),
             copy_bytes_per_s=float(limits.copy_bytes_per_s),
             host_cache_dir=str(Path(self.state_dir) / "host_cache"),
@@ -200,8 +202,7 @@ class PartsPlan:
             ledger_entries=config.limits.ledger_rows_max,
             fault=self.fault,
             history_dir=self.history_dir,
-            wire_message_bytes_max=self._wire_message_bytes_max(),
-            socks_proxy=self.socks_proxy,
+            wire=replace(self._wire(), socks_proxy=self.socks_proxy),
             token_file=security.token_file,
             tls_certificate=security.tls_cert_file,
             tls_key=security.tls_key_file,

@@ -117,10 +117,7 @@ class RouterActor:
         return await self._bound(self._settings)
 
     async def _bound(self, settings: RouterSettings) -> tuple[RouterCore, RouterServer]:
-        options = WireOptions(
-            message_bytes_max=settings.wire_message_bytes_max, socks_proxy=settings.socks_proxy
-        )
-        core = RouterCore(settings, wire_channels(self._keys, options))
+        core = RouterCore(settings, wire_channels(self._keys, settings.wire))
         try:
             server = RouterServer(core)
             await server.start()

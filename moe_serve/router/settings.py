@@ -13,7 +13,7 @@ from pathlib import Path
 from moe_serve.errors import StartRefused
 from moe_serve.router.faults import ContributionFault
 from moe_serve.rpc.options import RpcLimits, is_loopback
-from moe_serve.wire.frame import MESSAGE_BYTES_MAX
+from moe_serve.wire.sockets import WireOptions
 from placement.roles.router_records import RouterRules
 from placement.topology import MoeSpec
 
@@ -54,10 +54,8 @@ class RouterSettings:
     ledger_entries: int = 0
     """Entries of the combined ledger; 0 = off."""
     fault: ContributionFault | None = None
-    wire_message_bytes_max: int = MESSAGE_BYTES_MAX
-    """Longest message to a shard; shards set the same."""
-    socks_proxy: str = ""
-    """host:port of the SOCKS5 proxy through which shards are reached; "" = straight."""
+    wire: WireOptions = field(default_factory=WireOptions)
+    """Of the connections to shards."""
     history_dir: str = ""
     """Folder of the history, for tests: facts are noted there (`telemetry.fact_log`); "" = none
     are."""

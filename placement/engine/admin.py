@@ -83,12 +83,18 @@ def resume_asked(turn: Turn, event: ResumeAsked) -> None:
     answer(turn, event.request_id, "ok", "automatic plans run again")
 
 
+def known_or_refuse(turn: Turn, request_id: int, rank: int) -> bool:
+    """Whether there is such a rank; answers where there is none."""
+    num_ranks = len(turn.state.ranks)
+    if 0 <= rank < num_ranks:
+        return True
+    answer(turn, request_id, "not_found", f"rank {rank} must lie in [0, {num_ranks})")
+    return False
+
+
 def live_or_refuse(turn: Turn, request_id: int, rank: int) -> bool:
     """Whether the rank is there and has joined; answers where it is not."""
-    if not 0 <= rank < len(turn.state.ranks):
-        answer(
-            turn, request_id, "not_found", f"rank {rank} must lie in [0, {len(turn.state.ranks)})"
-        )
+    if not known_or_refuse(turn, request_id, rank):
         return False
     if turn.rank(rank).status is not RankStatus.LIVE:
         answer(

@@ -12,7 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from placement.engine.admin import answer, changed_topology, live_or_refuse, missing_for
+from placement.engine.admin import (
+    answer,
+    changed_topology,
+    known_or_refuse,
+    live_or_refuse,
+    missing_for,
+)
 from placement.engine.floor import floor_now, reachable
 from placement.engine.ranks import RANKS_MAX, rank_gone, steps_on
 from placement.engine.state import EngineState, RankState, RankStatus, SlotUse
@@ -110,7 +116,7 @@ def _why_not_add(turn: Turn, event: RankAddAsked) -> str:
 
 def rank_remove_asked(turn: Turn, event: RankRemoveAsked) -> None:
     """A rank is to leave. One that holds nothing any more leaves at once."""
-    if not _known(turn, event.request_id, event.rank):
+    if not known_or_refuse(turn, event.request_id, event.rank):
         return
     rank = turn.rank(event.rank)
     if rank.status is RankStatus.REMOVED or DrainCause.REMOVE in rank.drained_by:
@@ -129,7 +135,7 @@ def rank_remove_asked(turn: Turn, event: RankRemoveAsked) -> None:
 
 def rank_replace_asked(turn: Turn, event: RankReplaceAsked) -> None:
     """A rank's shard is to be replaced by a new life, which is filled as this one was."""
-    if not _known(turn, event.request_id, event.rank):
+    if not known_or_refuse(turn, event.request_id, event.rank):
         return
     rank = turn.rank(event.rank)
     if event.incarnation >= 0 and rank.incarnation > event.incarnation:
@@ -149,14 +155,6 @@ def rank_replace_asked(turn: Turn, event: RankReplaceAsked) -> None:
         _begin(turn, rank, DrainCause.REPLACE)
         turn.record("rank_replaced", "noted", said, numbers={"rank": float(event.rank)})
     answer(turn, event.request_id, "ok", said, rank=event.rank)
-
-
-def _known(turn: Turn, request_id: int, rank: int) -> bool:
-    if 0 <= rank < len(turn.state.ranks):
-        return True
-    said = f"rank {rank} must lie in [0, {len(turn.state.ranks)})"
-    answer(turn, request_id, "not_found", said)
-    return False
 
 
 def _spared(turn: Turn, request_id: int, rank: RankState, lower: bool, rule: str) -> bool:

@@ -13,7 +13,6 @@ import json
 import os
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 
 from moe_serve.bootstrap.drill import Drill
 from moe_serve.ports import Fleet, RouterPort, ShardPort
-from tests.fakes.lossy import Loss, Network, remote_methods
+from tests.fakes.lossy import Loss, Lossy, Network
 
 ORDERS, LOST = "orders.json", "lost.txt"
 KINDS = tuple(Loss)
@@ -101,29 +100,7 @@ class LosingFleet:
         place = name.split(":")[2]
         part = f"rank {place}" if protocol is ShardPort else place
         ordered = self.made.setdefault("all", _Ordered(Path(self.folder)))
-        return _Behind(port, protocol, Network(lambda method, _: ordered.loss(part, method)))
-
-
-class _Behind:
-    """One part behind the network. Commands count by their kind."""
-
-    def __init__(self, port: Any, protocol: type, network: Network) -> None:
-        self._port = port
-        self._network = network
-        self._label = protocol.__name__
-        self._remote = frozenset(remote_methods(protocol))
-
-    def __getattr__(self, name: str) -> Any:
-        inner = getattr(self._port, name)
-        if name not in self._remote:
-            return inner
-
-        async def carried(*args: Any, **kwargs: Any) -> Any:
-            what = f"{name} {type(args[1]).__name__}" if name == "execute" else name
-            call = partial(inner, *args, **kwargs)
-            return await self._network.carry(f"{self._label}.{what}", call)
-
-        return carried
+        return Lossy(port, protocol, Network(lambda method, _: ordered.loss(part, method)))
 
 
 class _Ordered:

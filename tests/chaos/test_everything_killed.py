@@ -101,11 +101,6 @@ def committed(state_dir: Path) -> Locations:
 
 
 @pytest.fixture(scope="module")
-def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("history")
-
-
-@pytest.fixture(scope="module")
 def service(
     ray_cluster: LocalRay, tmp_path_factory: pytest.TempPathFactory, history: Path
 ) -> Iterator[Service]:

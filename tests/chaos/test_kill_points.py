@@ -52,11 +52,6 @@ POLL_S = 0.02
 
 
 @pytest.fixture(scope="module")
-def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("history")
-
-
-@pytest.fixture(scope="module")
 def service(
     ray_cluster: LocalRay, tmp_path_factory: pytest.TempPathFactory, history: Path
 ) -> Iterator[Service]:

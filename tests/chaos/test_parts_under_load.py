@@ -63,16 +63,6 @@ UNUSED = ("RouterPort.stop",)
 
 
 @pytest.fixture(scope="module")
-def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("history")
-
-
-@pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> RpcLoss:
-    return RpcLoss(tmp_path_factory.mktemp("losses"))
-
-
-@pytest.fixture(scope="module")
 def service(
     ray_cluster: LocalRay,
     tmp_path_factory: pytest.TempPathFactory,
