@@ -28,9 +28,11 @@ from moe_serve.bootstrap.local_ray import LocalRay
 from moe_serve.controller.journal_rows import image_of
 from moe_serve.controller.journal_store import STATE_FILE, StateStore
 from moe_serve.errors import MoeServeError
+from moe_serve.shard.faults import FaultPoints
 from placement.engine import RebalanceEngine
 from placement.engine.state import SlotUse
 from placement.messages.history import SlotFreed
+from tests.chaos.faults import Faults
 from tests.chaos.history import NEEDED, Deeds, check_history, read_history
 from tests.cli_process import ROOT, Shell
 from tests.marker_checkpoint import (
@@ -55,8 +57,8 @@ from tests.traffic import TOLERANCE, Source, Traffic, Workload, draw
 BAR_S = 60.0
 """Until everything is served again; printed beside what was measured."""
 BACK_WAIT_S = 240.0
-COPY_BYTES_PER_S = 1024
-"""An expert of 768 bytes takes three quarters of a second: time enough to be caught copying."""
+SLOW_COPIES = FaultPoints(delay_copy_s=5.0)
+"""Ordered from every shard that is to die: time enough to be caught copying."""
 HOT = 4
 """Experts that most calls ask for, so that there is something to move."""
 
@@ -111,7 +113,6 @@ def service(
         scratch / "everything",
         slots=8,
         rebalance={"drain_wait_s": 1.0, "floor": 1},
-        limits={"copy_bytes_per_s": COPY_BYTES_PER_S},
     )
     with running(config, history_dir=history) as deployed:
         # Only what is asked for moves; the pause has to survive as well.
@@ -145,7 +146,10 @@ def kill_everything(service: Service, deeds: Deeds) -> Locations:
 
 def test_every_actor_killed_while_experts_move(service: Service, history: Path) -> None:
     deeds = Deeds()
-    first = locations(service.wait_quiet())
+    placement = service.wait_quiet()
+    first, faults = locations(placement), Faults(service)
+    for rank in placement.ranks:
+        faults.order_shard(f"rank {rank.rank}", SLOW_COPIES)
     sources = [Source(a, stream) for a in service.routers for stream in (False, True)]
     with Traffic(sources, workload()) as traffic:
         plan = wait_until(

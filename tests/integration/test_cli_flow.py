@@ -15,10 +15,14 @@ import pytest
 import yaml
 
 from tests.cli_process import ROOT, Shell, said, the_refusal
+from tests.front_end_process import tiny_oracle, tiny_rows
 from tests.service_cluster import wait_until
+from tests.traffic import Source, Traffic, Workload, draw
 
 EXAMPLE = "examples/tiny-moe.yaml"
 CALLS = 80
+FOUR_HOT = Workload(lambda rng: draw(rng, tiny_rows, layers=4, experts=4, top_k=4), tiny_oracle())
+"""Of the tiny model's experts only four of each layer."""
 DOWN_PORT = "127.0.0.1:1"
 
 
@@ -111,9 +115,11 @@ def test_a_client_in_another_process_then_plan_apply_and_events(paused: Up) -> N
     assert found["routers"] == sorted(routers)
 
     before = shell.data("status")
-    plan = shell.data("plan")
+    with Traffic([Source(routers[0], stream=True, pause_s=0.01)], FOUR_HOT):
+        plan = wait_until(
+            "a plan that moves something", lambda: (p := shell.data("plan"))["moves"] and p
+        )
     after = shell.data("status")
-    assert plan["moves"], plan
     assert (before["epoch"], before["moves_done"]) == (after["epoch"], after["moves_done"])
 
     done = shell.cli("apply", "--check", plan["plan_id"])

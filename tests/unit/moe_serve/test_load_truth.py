@@ -322,6 +322,7 @@ async def test_executed_pairs_as_told_are_those_of_the_ledgers() -> None:
         for shard in served.shards:
             await controller.told_all_executed(shard)
             take(shard)
+        extra = sum(map(extra_pairs, routers))  # a slow machine hedges
         window = await controller.close()
     counted = np.zeros((NUM_PHASES, 2, EXPERTS), np.int64)
     for router, requests in asked.items():
@@ -330,6 +331,6 @@ async def test_executed_pairs_as_told_are_those_of_the_ledgers() -> None:
             for entry in sent[router, key]:
                 ids = request.topk_ids[entry.row_id, entry.pair_k]
                 np.add.at(counted, (Phase.DECODE, entry.layer, ids), 1)
-    assert counted.sum() == 60 * ROWS * TOP_K
+    assert 60 * ROWS * TOP_K <= counted.sum() <= 60 * ROWS * TOP_K + extra
     assert window.executed_pairs.tolist() == counted.tolist()
     assert window.rank_pairs.sum(axis=0)[LAYER] == counted.sum()
