@@ -306,7 +306,7 @@ class Production:
     @property
     def rules(self) -> list[str]:
         """Rules of all decision records so far."""
-        return self._executor.rules
+        return [record.rule for record in self._executor.records]
 
     def take(self, counts: IntArray) -> int:
         """Close the window; a plan it starts is done before the next."""

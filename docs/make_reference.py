@@ -227,12 +227,17 @@ def _spelled(name: str, kind: type, info: ParameterInfo) -> str:
     return f"{spelled} `{info.metavar or _WORDS[kind]}`"
 
 
+def _plain(bound: float) -> str:
+    """Whole numbers in full."""
+    return str(int(bound)) if bound == int(bound) else str(bound)
+
+
 def _about(info: ParameterInfo, parameter: inspect.Parameter) -> str:
     parts = [" ".join((info.help or "").split())]
     if info.min is not None and info.max is not None:
-        parts.append(f"From {info.min:g} to {info.max:g}.")
+        parts.append(f"From {_plain(info.min)} to {_plain(info.max)}.")
     elif info.min is not None:
-        parts.append(f"At least {info.min:g}.")
+        parts.append(f"At least {_plain(info.min)}.")
     default = parameter.default
     if default is inspect.Parameter.empty:
         parts.append("Required.")

@@ -311,6 +311,8 @@ class RouterReport:
     applied_term: int = 0
     """Term of the table that both epochs count in, 0 = not told. Another controller's epochs say
     nothing of one's own tables, though the numbers may be the same."""
+    stopped: bool = False
+    """It was told to stop and has: its process lives, and serves nobody any more."""
 
 
 class RouterPort(Protocol):

@@ -1,8 +1,9 @@
 """What all tests share: Hypothesis profiles, markers by folder, the one seed option, the one Ray
 cluster."""
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,11 +70,50 @@ def rewrite(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--rewrite"))
 
 
+RAY_LOGS = pytest.StashKey[Path]()
+LOG_LINES_SHOWN = 20
+
+
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator["LocalRay"]:
+def ray_cluster(request: pytest.FixtureRequest) -> Iterator["LocalRay"]:
     """Two logical nodes with labels moe.node=a and moe.node=b, this process being their driver.
     Shared by all tests that deploy a service of their own: one start takes 10 to 90 s."""
     from tests.service_cluster import local_cluster
 
     with local_cluster() as cluster:
+        request.config.stash[RAY_LOGS] = Path(cluster.temp_dir) / "session_latest/logs"
         yield cluster
+        del request.config.stash[RAY_LOGS]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what controllers logged last where a test on the Ray cluster fails: their processes and
+    logs are gone when somebody reads the report."""
+    report = yield
+    folder = item.config.stash.get(RAY_LOGS, None)
+    if report.failed and folder is not None and "ray_cluster" in getattr(item, "fixturenames", ()):
+        report.sections.append(("Last lines of controllers", "\n".join(_controller_lines(folder))))
+    return report
+
+
+def _controller_lines(folder: Path) -> list[str]:
+    found = []
+    for file in folder.glob("worker-*.err"):
+        lines = file.read_text(errors="replace").splitlines()
+        if any('"part": "controller"' in line for line in lines):
+            said = [_in_short(line) for line in lines[-LOG_LINES_SHOWN:]]
+            found.append((file.stat().st_mtime, [file.name, *said]))
+    return [line for _, lines in sorted(found) for line in lines]
+
+
+def _in_short(line: str) -> str:
+    """A log line without the fields that are long or the same in all."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return line
+    wanted = ("at", "term", "event", "rule", "outcome", "detail", "reason", "trace", "problems")
+    return " ".join(str(fields[name]) for name in wanted if fields.get(name))

@@ -35,7 +35,17 @@ class KeptService:
     progress: Progress
 
     def start(self) -> ServiceRecord:
-        """See `Hands`. One of another service file is not taken over: `up` refuses it."""
+        """See `Hands`. One of another service file is not taken over: `up` refuses it. Also what a
+        Ray that dies meanwhile, or a disk without room, does to a start is one that is refused."""
+        from ray.exceptions import RayError
+
+        try:
+            return self._started()
+        except (RayError, OSError) as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise StartRefused(f"the start was cut short: {lines[0]}") from error
+
+    def _started(self) -> ServiceRecord:
         running = self.record()
         if running is None or not (head_alive(running) or answers(running.admin_address)):
             return self.up()

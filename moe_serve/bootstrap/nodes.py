@@ -21,8 +21,8 @@ from moe_serve.errors import StartRefused
 
 NODE_LABEL = "moe.node"
 """Optional label with a node's name for people; else the first characters of its Ray id."""
-_LABELS_SHOWN = 8
-"""Labels of nodes a refusal names at most."""
+_SHOWN_MAX = 8
+"""Labels, and names, of nodes that a refusal names at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,17 @@ def choose_node(
                 if not key.startswith("ray.io/")
             }
         )
-        shown = ", ".join(carried[:_LABELS_SHOWN]) or "none"
+        shown = ", ".join(carried[:_SHOWN_MAX]) or "none"
         named = f"no node named {only_node!r} that takes parts," if only_node else "no node"
+        known = ", ".join(sorted(node.node for node in nodes)[:_SHOWN_MAX])
+        way_out = (
+            f", named {known}; bring that node up, or remove {what} and add one elsewhere"
+            if only_node
+            else ""
+        )
         raise StartRefused(
             f"{named} with labels {dict(labels)} for {what}; the cluster has {len(nodes)} alive "
-            f"nodes ({len(draining)} draining) with labels {shown}"
+            f"nodes ({len(draining)} draining) with labels {shown}{way_out}"
         )
     return min(fitting, key=lambda node: (held.get(node.node_id, 0), node.node_id))
 

@@ -86,6 +86,15 @@ def kept(service: str) -> Iterator[None]:
         yield
 
 
+def is_kept(service: str) -> bool:
+    """Whether a program on this machine starts the service again whenever it dies."""
+    try:
+        with kept(service):
+            return False
+    except StartRefused:
+        return True
+
+
 @contextlib.contextmanager
 def _locked(name: str, taken: str) -> Iterator[None]:
     with _writable(_made(state_home()) / name) as descriptor:
@@ -144,6 +153,8 @@ def read_record(service: str = "") -> ServiceRecord:
         )
     try:
         return msgspec.json.decode(found[0].read_bytes(), type=ServiceRecord)
+    except FileNotFoundError as error:
+        raise NotFound(f"{found[0]} was removed just now; its service has ended") from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise NotFound(
             f"{found[0]} is damaged ({error}); remove it and run `moe-serve up` again"

@@ -96,8 +96,11 @@ class Admin(Protocol):
         """Bytes of expert slots a rank may use."""
         ...
 
-    def add_rank(self, group: int, node: str, again: int | None) -> pb.AddRankResponse:
-        """One more rank of a group; `again`: a removed one back, as it was."""
+    def add_rank(
+        self, group: int, node: str, again: int | None, key: str = ""
+    ) -> pb.AddRankResponse:
+        """One more rank of a group; `again`: a removed one back, as it was. Sent again with the
+        same `key` it adds no other."""
         ...
 
     def remove_rank(self, rank: int, accept_lower_floor: bool) -> pb.RemoveRankResponse:
@@ -265,9 +268,11 @@ class GrpcAdmin:
         answer: pb.SetBudgetResponse = self._call("SetBudget", request, PLAN_TIMEOUT_S)
         return answer
 
-    def add_rank(self, group: int, node: str, again: int | None) -> pb.AddRankResponse:
+    def add_rank(
+        self, group: int, node: str, again: int | None, key: str = ""
+    ) -> pb.AddRankResponse:
         """See `Admin.add_rank`."""
-        request = pb.AddRankRequest(group=group, node=node, rank=again)
+        request = pb.AddRankRequest(group=group, node=node, rank=again, key=key)
         answer: pb.AddRankResponse = self._call("AddRank", request, PLAN_TIMEOUT_S)
         return answer
 

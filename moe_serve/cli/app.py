@@ -42,6 +42,9 @@ class _Commands(TyperGroup):
             for line in error_lines(error):
                 output.error(line)
             raise typer.Exit(exit_code_of(error)) from error
+        except UnicodeEncodeError as error:
+            Output().error(f"error: an argument is not UTF-8: {error.object!r}")
+            raise typer.Exit(ExitCode.USAGE) from error
         except KeyboardInterrupt:
             raise typer.Exit(ExitCode.INTERRUPTED) from None
 

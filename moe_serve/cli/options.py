@@ -42,7 +42,12 @@ OutputOption = Annotated[
 FileOption = Annotated[
     Path, typer.Option("--file", "-f", metavar="FILE", help="The service file (YAML).")
 ]
-RankArgument = Annotated[int, typer.Argument(metavar="RANK", min=0, help="Number of the rank.")]
+INT32_MAX = (1 << 31) - 1
+INT64_MAX = (1 << 63) - 1
+"""Largest numbers that the fields of requests hold."""
+RankArgument = Annotated[
+    int, typer.Argument(metavar="RANK", min=0, max=INT32_MAX, help="Number of the rank.")
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from typing import TypeVar
 
 from moe_serve.cli.admin import Admin
 from moe_serve.cli.exits import CannotReach
-from moe_serve.errors import FailedPrecondition, MoeServeError, Unavailable
+from moe_serve.errors import DeadlineExceeded, FailedPrecondition, MoeServeError, Unavailable
 from moe_serve.rpc import placement_pb2 as pb
 
+_T = TypeVar("_T")
 LOOK_S = 0.25
 """Between two looks at the placement."""
 REFUSED_S = 5.0
@@ -33,6 +35,8 @@ SETTLED_S = 3.0
 READY_S = 6.0
 """A router must have served for so long before the next one goes: front ends set a router that
 failed aside for 5 s, and try to connect again each 2 s."""
+NO_ANSWER = (Unavailable, CannotReach, DeadlineExceeded)
+"""What a request meets whose answer is lost, or that nobody heard."""
 QUIET = ("steady", "paused")
 """States of a service in which nothing moves."""
 
@@ -53,6 +57,19 @@ class Clock:
     sleep: Callable[[float], None] = time.sleep
 
 
+def until_answered(request: Callable[[], _T], wait_s: float, clock: Clock) -> _T:
+    """Send a request until the controller answers it: it may be between two lives. It must be one
+    that may be sent again. Raises what the last one met where `wait_s` seconds did not do."""
+    ends_s = clock.now_s() + wait_s
+    while True:
+        try:
+            return request()
+        except NO_ANSWER:
+            if clock.now_s() >= ends_s:
+                raise
+            clock.sleep(LOOK_S)
+
+
 @dataclass(slots=True)
 class Roll:
     """One run. say: told a line at each step. wait_s: the longest that one part may take, its
@@ -63,6 +80,7 @@ class Roll:
     wait_s: float
     accept_lower_floor: bool = False
     accept_gap: bool = False
+    accept_problems: bool = False
     clock: Clock = field(default_factory=Clock)
     replaced: list[str] = field(default_factory=list)
     _router_back_s: float = float("-inf")
@@ -71,18 +89,26 @@ class Roll:
         """Replace every part of the groups. Raises FailedPrecondition at the first that fails, with
         what is left as it was; before the first where something is wrong already."""
         first = self.admin.placement()
-        if first.problems or first.missing:
-            wrong = first.problems[0] if first.problems else f"{len(first.missing)} experts missing"
-            raise FailedPrecondition(f"nothing is replaced while something is wrong: {wrong}")
+        if first.missing:
+            raise FailedPrecondition(
+                f"nothing is replaced while {len(first.missing)} experts are missing; wait until "
+                "they are repaired"
+            )
+        if first.problems and not self.accept_problems:
+            raise FailedPrecondition(
+                f"nothing is replaced while something is wrong: {first.problems[0]}. Mend it "
+                "first, or go on with --accept-problems where it is of the past"
+            )
         todo = _parts(first, groups)
         for number, (name, replace) in enumerate(todo):
             self.say(f"replacing {name} ({number + 1} of {len(todo)})")
             try:
-                replace(self)
+                done = replace(self)
             except MoeServeError as error:
                 rest = [other for other, _ in todo[number + 1 :]]
                 raise FailedPrecondition(self._stopped(name, error, rest)) from error
-            self.replaced.append(name)
+            if done:
+                self.replaced.append(name)
 
     def _stopped(self, name: str, error: MoeServeError, rest: Sequence[str]) -> str:
         done = ", ".join(self.replaced) or "nothing"
@@ -94,20 +120,31 @@ class Roll:
 
     # ------------------------------------------------------------------------------- parts
 
-    def rank(self, number: int) -> None:
-        """Replace the shard of a rank, and wait until it holds its share again."""
-        before = self._look().ranks[number]
+    def rank(self, number: int) -> bool:
+        """Replace the shard of a rank, and wait until it holds its share again. False where
+        somebody has removed it meanwhile: there is nothing to replace."""
+        name = f"rank {number}"
+
+        def is_there(seen: pb.GetPlacementResponse) -> bool:
+            return seen.ranks[number].state in ("up", "draining", "removed")
+
+        # It may have died since the roll began, or the controller may have come back just now.
+        before = self._wait(f"{name} is up", name, is_there).ranks[number]
+        if self._has_left(before):
+            return False
         held = _held(before)
         self._ask(
             lambda: self.admin.replace_rank(number, before.incarnation, self.accept_lower_floor)
         )
-        name = f"rank {number}"
 
         def is_back(seen: pb.GetPlacementResponse) -> bool:
             now = seen.ranks[number]
-            return now.incarnation > before.incarnation and now.state in ("up", "draining")
+            return now.state == "removed" or (
+                now.incarnation > before.incarnation and now.state in ("up", "draining")
+            )
 
-        self._wait(f"{name} has a new shard", name, is_back)
+        if self._has_left(self._wait(f"{name} has a new shard", name, is_back).ranks[number]):
+            return False
         quiet_since_s: list[float] = []
 
         def holds_share(seen: pb.GetPlacementResponse) -> bool:
@@ -118,12 +155,21 @@ class Roll:
             elif not quiet_since_s:
                 quiet_since_s.append(self.clock.now_s())
             settled = bool(quiet_since_s) and self.clock.now_s() >= quiet_since_s[0] + SETTLED_S
-            return _held(seen.ranks[number]) >= held or settled
+            now = seen.ranks[number]
+            return _held(now) >= held or settled or now.state == "removed"
 
-        now = _held(self._wait(f"{name} holds its share", name, holds_share).ranks[number])
-        self.say(f"{name} is back and holds {now} experts; it held {held}")
+        after = self._wait(f"{name} holds its share", name, holds_share).ranks[number]
+        if self._has_left(after):
+            return False
+        self.say(f"{name} is back and holds {_held(after)} experts; it held {held}")
+        return True
 
-    def router(self, name: str) -> None:
+    def _has_left(self, rank: pb.Rank) -> bool:
+        if rank.state == "removed":
+            self.say(f"rank {rank.rank} was removed meanwhile; there is nothing to replace")
+        return bool(rank.state == "removed")
+
+    def router(self, name: str) -> bool:
         """Replace a router, and wait until the new one uses a table."""
         self.clock.sleep(max(0.0, self._router_back_s + READY_S - self.clock.now_s()))
         before = next(r for r in self._look().routers if r.router == name)
@@ -137,10 +183,10 @@ class Roll:
         now = self._wait(f"{name} serves again", name, is_back)
         address = next(r.address for r in now.routers if r.router == name)
         self.say(f"{name} serves again at {address}; it was at {before.address}")
-
         self._router_back_s = self.clock.now_s()
+        return True
 
-    def controller(self) -> None:
+    def controller(self) -> bool:
         """Have the controller started again, and wait until it has every part back."""
         before = self._look()
         self._ask(lambda: self.admin.restart_controller(before.term))
@@ -152,26 +198,15 @@ class Roll:
 
         term = self._wait("the controller has every part back", "controller", is_back).term
         self.say(f"the controller is back in term {term}; it was {before.term}")
+        return True
 
     # ------------------------------------------------------------------------------- asking
 
     def _look(self) -> pb.GetPlacementResponse:
-        seen: list[pb.GetPlacementResponse] = []
-        self._ask(lambda: seen.append(self.admin.placement()))
-        return seen[0]
+        return self._ask(self.admin.placement)
 
-    def _ask(self, request: Callable[[], object]) -> None:
-        """Send a request until the controller answers it: it may be between two lives."""
-        ends_s = self.clock.now_s() + self.wait_s
-        while True:
-            try:
-                request()
-            except (Unavailable, CannotReach):
-                if self.clock.now_s() >= ends_s:
-                    raise
-                self.clock.sleep(LOOK_S)
-            else:
-                return
+    def _ask(self, request: Callable[[], _T]) -> _T:
+        return until_answered(request, self.wait_s, self.clock)
 
     def _wait(
         self, what: str, place: str, holds: Callable[[pb.GetPlacementResponse], bool]
@@ -201,9 +236,9 @@ def _held(rank: pb.Rank) -> int:
 
 def _parts(
     seen: pb.GetPlacementResponse, groups: Collection[PartGroup]
-) -> list[tuple[str, Callable[[Roll], None]]]:
+) -> list[tuple[str, Callable[[Roll], bool]]]:
     """Names and replacements of the parts there are, in order."""
-    found: list[tuple[str, Callable[[Roll], None]]] = []
+    found: list[tuple[str, Callable[[Roll], bool]]] = []
     if PartGroup.RANKS in groups:
         numbers = [rank.rank for rank in seen.ranks if rank.state != "removed"]
         found += [(f"rank {n}", partial(Roll.rank, number=n)) for n in numbers]

@@ -16,7 +16,7 @@ from moe_serve.errors import (
 from placement.messages.effects import Answer
 
 TEXT_MAX = 200
-"""Characters of a reason, plan id, policy, node or router name in a request."""
+"""Characters of a reason, plan id, policy, key, node or router name in a request."""
 
 
 def raise_for(answer: Answer) -> None:

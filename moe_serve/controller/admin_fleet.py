@@ -42,6 +42,7 @@ class FleetAdmin:
         """One more rank of a group, or a removed one again: as it was."""
         groups = self._source.settings.groups
         check_text("node", request.node)
+        check_text("key", request.key)
         back = self._known_rank(request.rank) if request.HasField("rank") else -1
         group, node = request.group, request.node
         if back >= 0:
@@ -49,6 +50,11 @@ class FleetAdmin:
             if group or node:
                 raise wrong("group", f"rank {back} comes back as it was; give no group and no node")
             group, node = known.group, known.only_node
+            if group >= len(groups):
+                raise FailedPrecondition(
+                    f"rank {back} was added from group {group}, and the service file has "
+                    f"{len(groups)}; give the group back, or add a rank of another group"
+                )
         kind = None if back >= 0 and group < 0 else self._kind(group, len(groups))
         if kind is None:  # the service file names the rank itself
             named = self._source.settings.ranks[back]
@@ -64,6 +70,7 @@ class FleetAdmin:
                 profile=profile,
                 num_slots=num_slots,
                 only_node=node,
+                key=request.key,
             )
         )
         raise_for(answer)

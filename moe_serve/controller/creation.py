@@ -3,8 +3,9 @@
 Responsible for the order: the name is in the journal before the part exists, and goes from it after
 the part is ended; a router that serves is drained first. Tries again for as long as the part is
 wanted, with growing pauses. A router that is created anew listens where its last life did, so that
-what clients and the service record hold stays true. Must never decide whether a part is wanted.
-Called by the executor and when a life begins.
+what clients and the service record hold stays true. A part that comes to life after whoever asked
+for it gave it up is ended as soon as it is seen. Must never decide whether a part is wanted. Called
+by the executor and when a life begins.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ class PartCreator:
         self._term = term
         self._incarnations = Incarnations(term)
         self._making: set[tuple[PartKind, str]] = set()
+        self._ending: set[str] = set()
+        """Names of parts that must not live on: one that is only being made is not taken."""
         self._room = asyncio.Semaphore(limits.create_at_once)
 
     def replace_shard(self, rank: int, lost_incarnation: int) -> None:
@@ -107,14 +110,44 @@ class PartCreator:
         self._make(PartKind.ROUTER, router, self._parts.routers.get(router))
 
     def end_shard(self, rank: int) -> None:
-        """End a rank's shard, or the one that is being made; there is none afterwards."""
+        """End a rank's shard, or the one that is being made; there is none afterwards. One that is
+        wanted again by now ends when its next life is made."""
+        if self._rank_place(rank) is not None:
+            return
         part = self._parts.shards.get(rank)
         if part is not None:
             self._parts.drop(part)
             self._host.farewell(part)
         self._parts.forget_problem(f"rank {rank}")
         for name in self._names_of(PartKind.SHARD, str(rank)):
+            self._ending.add(name)
             self._tasks.spawn(self.end_stranger(name))
+
+    async def end_late(self, earlier_terms: bool) -> None:
+        """For ever: end parts that live and are in no list. Their creation was given up, because
+        the cluster gave no answer, and was done all the same.
+
+        earlier_terms: also those of controllers before this one, as the journal knows all parts of
+        theirs that count.
+        """
+        first = 0 if earlier_terms else Incarnations.last_before(self._term) + 1
+        last = Incarnations.last_before(self._term + 1)
+        while True:
+            await asyncio.sleep(self._limits.strangers_s)
+            try:
+                async with asyncio.timeout(self._limits.call_timeout_s):
+                    alive = await self._fleet.part_names()
+                    claimed = await self._fleet.highest_term()
+            except (TimeoutError, MoeServeError):
+                continue  # the cluster's head may be away; the next look will tell
+            if claimed > self._term:
+                self._fenced(StaleTerm(f"term {claimed} was claimed", term=claimed))
+                return  # whatever lives is another controller's now
+            for name in sorted(set(alive) - self._parts.names.keys() - self._ending):
+                part = parse(self._service_id, name)
+                if part is not None and first <= part.incarnation <= last:
+                    self._ending.add(name)
+                    self._tasks.spawn(self.end_stranger(name))
 
     async def end(self, name: str) -> None:
         """End a part and forget its name."""
@@ -125,6 +158,13 @@ class PartCreator:
     async def end_stranger(self, name: str) -> None:
         """End a living part that must not live on. Tries again while the cluster gives no answer,
         until `end_within_s` is over; why it still lives is then a problem for people."""
+        self._ending.add(name)
+        try:
+            await self._end_stranger(name)
+        finally:
+            self._ending.discard(name)
+
+    async def _end_stranger(self, name: str) -> None:
         await drain_router(self._fleet, self._service_id, name, ROUTER_GRACE_S)
         pause_s = self._limits.create_attempt_pause_s
         ends_s = self._clock.now_s() + self._limits.end_within_s
@@ -165,9 +205,10 @@ class PartCreator:
                         return
                     async with self._room:
                         part = await self._try(kind, place)
-                    if not self._wanted(kind, place):
-                        await self._end_earlier(kind, place)
-                        return
+                    if not self._may_stay(part):
+                        # Whether another is wanted is seen anew, with nothing awaited in between.
+                        await self.end(str(part.name))
+                        continue
                 except StaleTerm as error:
                     self._fenced(error)
                     return
@@ -201,6 +242,13 @@ class PartCreator:
         self._router_ports[part.name.place] = port
         with contextlib.suppress(JournalFull):  # its next life may listen elsewhere, that is all
             await self._journal.note_router_port(part.name.place, port)
+
+    def _may_stay(self, part: AnyPart) -> bool:
+        """Whether a part that was just made is wanted: its rank may have left meanwhile, and even
+        have come back; then this life is being ended."""
+        name = part.name
+        given_up = str(name) in self._ending or str(name) not in self._parts.names
+        return self._wanted(name.kind, name.place) and not given_up
 
     def _wanted(self, kind: PartKind, place: str) -> bool:
         return kind is not PartKind.SHARD or self._rank_place(int(place)) is not None

@@ -11,9 +11,9 @@ once, by name of the problem, and nothing of it is done, then or later.
 Full disk. Effects with transitions that cannot be written are withheld, in order, and written again
 each second; automatic plans are paused. While any are withheld, so is every command to a shard: it
 may follow from what could not be written (a release that is asked for again, say), and for two
-drain waits after it is every release: routers must have heard of the table first. Other effects
-without transitions (a lost rank's table, records) are carried out: a table follows from nothing
-that must be remembered, and a later one includes an earlier.
+drain waits after it is every release, and every end of an emptied shard: routers must have heard of
+the table first. Other effects without transitions (a lost rank's table, records) are carried out: a
+table follows from nothing that must be remembered, and a later one includes an earlier.
 """
 
 from __future__ import annotations
@@ -194,9 +194,11 @@ class Driver:
             now_s = self._clock.now_s()
             if now_s >= self._retry_at_s:
                 await self._carry_out_withheld()
+            for command in self._durable.due(now_s):
+                self._executor.start(command)
             if now_s >= self._wake_at_s and self._events.empty():
                 return TimerFired(at_s=now_s)
-            until_s = min(self._wake_at_s, self._retry_at_s)
+            until_s = min(self._wake_at_s, self._retry_at_s, self._durable.due_at_s)
             try:
                 async with asyncio.timeout(None if until_s == NEVER_S else until_s - now_s):
                     return await self._events.get()

@@ -84,6 +84,7 @@ class StateStore:
                 raise self._damaged(found[0])
             self._check_meta(service_id)
             self.rows = self._read()
+            self._newest_read = self._newest()
         except sqlite3.DatabaseError as error:
             raise_full(error, folder)
             if _code(error) in _CLOSED_CODES:
@@ -112,7 +113,8 @@ class StateStore:
         self._transact(term=term, rows=rows, meta={})
 
     def open_term(self, term: int, snapshot: Row, meta: dict[str, str]) -> None:
-        """Own the journal from now on. Raises StaleTerm where a higher term owns it,
+        """Own the journal from now on. Raises StaleTerm where a higher term owns it, or where its
+        owner wrote rows since it was opened here: who goes on must have read them. Raises
         JournalFull."""
         self._transact(term=term, rows=(snapshot,), meta={**meta, "term": str(term)}, opening=True)
 
@@ -140,6 +142,16 @@ class StateStore:
         owner = int(held[0]) if held else 0
         if owner > term or (owner != term and not opening):
             raise StaleTerm(f"the journal belongs to term {owner}, not to {term}", term=owner)
+        if opening and self._newest() != self._newest_read:
+            raise StaleTerm(
+                f"term {owner} wrote to the journal after it was read for term {term}; begin again",
+                term=owner,
+            )
+
+    def _newest(self) -> tuple[object, ...]:
+        """Number and checksum of the newest row, nothing where there is none."""
+        found = self._db.execute("SELECT seq, checksum FROM log ORDER BY seq DESC LIMIT 1")
+        return tuple(found.fetchone() or ())
 
     def _forget(self) -> None:
         # The snapshot before the newest stays, should the newest turn out to be the torn record.

@@ -19,7 +19,7 @@ from moe_serve.controller.facts import ControllerFacts
 from moe_serve.controller.fail_points import FailPoints
 from moe_serve.controller.figures import Figures
 from moe_serve.controller.journal_rows import snapshot_row
-from moe_serve.controller.names import PartName
+from moe_serve.controller.names import PartKind, parse
 from moe_serve.controller.parts import AnyPart, PartTable, ShardPart
 from moe_serve.controller.polls import Polls
 from moe_serve.controller.publisher import Publisher
@@ -152,6 +152,7 @@ class Life:
             self._fleet,
             parts=self.parts,
             host=self.supervision,
+            tasks=self._tasks,
             post=self._post,
             serves=self._router_serves,
         )
@@ -186,6 +187,7 @@ class Life:
         self._tasks.spawn(self.driver.run())
         self._tasks.spawn(self._start_parts())
         self._tasks.spawn(self.supervision.watch_nodes())
+        self._tasks.spawn(self.creator.end_late(earlier_terms=self.beginning.going_on))
         history = self.driver.engine.state.history.windows
         first_index = history[-1].index + 1 if history else 0
         window_s = self.settings.config.window_s
@@ -231,7 +233,7 @@ class Life:
 
     async def _start_parts(self) -> None:
         """Adopted parts first, then what the engine must know to be gone, then what is missing."""
-        for name in [*self.beginning.adopted.to_end, *map(str, self._of_removed())]:
+        for name in [*self.beginning.adopted.to_end, *self._of_removed()]:
             # Beside the rest: the cluster's head may be away, and those who serve do not wait.
             self._tasks.spawn(self.creator.end_stranger(name))
         for part in self._found():
@@ -240,7 +242,7 @@ class Life:
             await self.creator.introduce(part)
         await self._tell_gone()
         for rank in self.driver.engine.state.ranks:
-            if rank.rank not in self.parts.shards and not rank.draining:
+            if rank.rank not in self.parts.shards and rank.wants_shard:
                 self.creator.replace_shard(rank.rank, -1)
         for router in self.settings.routers:
             if router not in self.parts.routers:
@@ -255,12 +257,20 @@ class Life:
             *(p for p in adopted.shards if self._rank_place(p.name.rank) is not None),
         ]
 
-    def _of_removed(self) -> list[PartName]:
-        """Shards of ranks that have left, which nobody has ended yet."""
+    def _of_removed(self) -> list[str]:
+        """Shards of ranks that have left, which nobody has ended yet: those that answered, and
+        those that the journal names, for one that does not answer may live as well."""
         ranks = self.beginning.engine.state.ranks
-        names = [part.name for part in self.beginning.adopted.shards]
         removed = {rank.rank for rank in ranks if rank.status is RankStatus.REMOVED}
-        return [name for name in names if name.rank in removed]
+        adopted = (str(part.name) for part in self.beginning.adopted.shards)
+        names = dict.fromkeys([*adopted, *self.beginning.journal_names])
+        return [
+            name
+            for name in names
+            if (part := parse(self.settings.service_id, name)) is not None
+            and part.kind is PartKind.SHARD
+            and part.rank in removed
+        ]
 
     def _rank_place(self, rank: int) -> RankPlace | None:
         """Where a rank's shard belongs, None where no such rank is served."""

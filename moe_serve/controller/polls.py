@@ -232,6 +232,16 @@ class Polls:
             part.quiesced = report.quiesced_epoch
             await self._post(TableQuiesced(at_s=0.0, router=name, epoch=part.quiesced))
         await self._avoided(part, report)
+        if report.stopped:
+            # Whoever told it so may have died since, or have been told not to wait.
+            await self._lose_router(part, "it was told to stop and has")
+
+    async def _lose_router(self, part: RouterPart, why: str) -> None:
+        """The router is gone, or as good as gone: it is to be replaced."""
+        if self._parts.holds(part):
+            self._parts.drop(part)
+            self._host.farewell(part)
+            await self._post(RouterLeft(at_s=0.0, router=part.name.place, reason=why, gone=True))
 
     async def _avoided(self, part: RouterPart, report: RouterReport) -> None:
         """A router began to avoid a shard: suspect, or lost where the fleet says so."""
@@ -255,10 +265,8 @@ class Polls:
             return
         silent_s = self._clock.now_s() - part.heard_s
         gone = silent_s > HUNG_ROUTER_S or not await self._alive(part)
-        if gone and self._parts.holds(part):
-            self._parts.drop(part)
-            self._host.farewell(part)
-            await self._post(RouterLeft(at_s=0.0, router=part.name.place, reason=why, gone=True))
+        if gone:
+            await self._lose_router(part, why)
         elif silent_s > self._config.router_silence_s and not part.silent:
             part.silent = True
             await self._post(RouterLeft(at_s=0.0, router=part.name.place, reason=why, gone=False))

@@ -191,8 +191,10 @@ class ControllerService:
     async def _restart(self) -> None:
         await asyncio.sleep(RESTART_PAUSE_S)
         self._log.info("controller ends to be started again")
-        await self.stop()
-        self._on_fatal(Unavailable("restarted on request"))
+        try:
+            await self.stop()
+        finally:  # also where a journal would not close: half of a controller serves nobody
+            self._on_fatal(Unavailable("restarted on request"))
 
     async def down(self, grace_s: float = 5.0) -> list[str]:
         """End every part of the service and close the journal for good. grace_s: for the calls that

@@ -55,6 +55,8 @@ class SupervisionLimits:
     end_within_s: float = 600.0
     """How long a part that must not live on is tried to be ended, with the same pauses; then a
     person is told."""
+    strangers_s: float = 10.0
+    """Between two looks for parts that came to life though their creation was given up."""
     create_at_once: int = 8
     """Parts being started at the same time."""
 

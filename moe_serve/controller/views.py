@@ -140,7 +140,7 @@ def _problems(sight: Sight, missing: list[int]) -> list[str]:
             " calls that need them fail until they are repaired"
         )
     for rank in state.ranks:
-        if rank.status is RankStatus.LOST and rank.draining:
+        if rank.status is RankStatus.LOST and not rank.wants_shard:
             found.append(f"rank {rank.rank} was lost while drained; undrain it for a new shard")
         elif rank.status is RankStatus.LOST:
             found.append(f"rank {rank.rank} is lost; a new shard is being created")

@@ -8,7 +8,7 @@ import numpy as np
 from moe_serve.demo.audit import AuditResult, Combined, Demanded, Executed, audit
 from moe_serve.errors import MoeServeError
 from moe_serve.ports import Cause
-from moe_serve.router.ledger import CombinedEntry, LedgerPage, RequestEntry
+from moe_serve.router.ledger import LedgerPage, RequestEntry
 from moe_serve.rpc.codec import unpack_bits
 from moe_serve.shard.executed import LedgerEntry
 
@@ -45,7 +45,7 @@ def routed_of(page: LedgerPage) -> tuple[list[Demanded], list[Combined]]:
             valid = unpack_bits(entry.pair_valid, (entry.rows, entry.top_k))
             row, pair_k = np.nonzero(valid)
             demanded.append(Demanded(page.router, entry.request_key, entry.layer, row, pair_k))
-        elif isinstance(entry, CombinedEntry):
+        else:
             row_id = np.frombuffer(entry.row_id, "<i4").astype(np.int64)
             combined.append(Combined(page.router, entry.call_id, entry.sub_id, row_id))
     return demanded, combined

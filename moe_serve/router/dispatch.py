@@ -126,6 +126,7 @@ class RouterCore:
             refresh=self._refresh_connections,
         )
         self._ticker: asyncio.Task[None] | None = None
+        self._stopped = False
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="router-rows")
 
     # ------------------------------------------------------------------------------- life
@@ -137,6 +138,7 @@ class RouterCore:
 
     async def stop(self) -> None:
         """Fail what is open or waits, and close every channel."""
+        self._stopped = True
         self._permits.close()
         for flight in list(self._flights.values()):
             flight.fail(Unavailable("the router is shutting down; use another one"))
@@ -235,6 +237,7 @@ class RouterCore:
             quantiles=self.pulse.take_quantiles(),
             queued_key=queued_key,
             queued_pairs=queued_pairs,
+            stopped=self._stopped,
         )
 
     def _counters(self) -> dict[str, float]:

@@ -86,7 +86,9 @@ class FactLog:
 
     def _flush(self) -> None:
         """Under the lock."""
-        if not self._lines or self._file < 0:
+        if self._file < 0:
+            self._lines.clear()  # noting has ended; nothing is kept for a file that is closed
+        if not self._lines:
             return
         data = memoryview(b"\n".join(self._lines) + b"\n")
         self._lines.clear()

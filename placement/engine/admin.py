@@ -96,15 +96,17 @@ def live_or_refuse(turn: Turn, request_id: int, rank: int) -> bool:
     """Whether the rank is there and has joined; answers where it is not."""
     if not known_or_refuse(turn, request_id, rank):
         return False
-    if turn.rank(rank).status is not RankStatus.LIVE:
-        answer(
-            turn,
-            request_id,
-            "refused",
-            f"rank {rank} is {turn.rank(rank).status}; wait until it has joined",
-        )
-        return False
-    return True
+    known = turn.rank(rank)
+    if known.status is RankStatus.LIVE:
+        return True
+    if known.status is RankStatus.REMOVED:
+        said = f"rank {rank} was removed; add it again first"
+    elif known.status is RankStatus.LOST and not known.wants_shard:
+        said = f"rank {rank} was lost while drained; undrain it for a new shard"
+    else:
+        said = f"rank {rank} is {known.status}; wait until it has joined"
+    answer(turn, request_id, "refused", said)
+    return False
 
 
 def changed_topology(topology: Topology, rank: int, **fields: object) -> Topology:
@@ -178,9 +180,9 @@ def undrain_asked(turn: Turn, event: UndrainAsked) -> None:
         return
     rank = turn.rank(event.rank)
     ends = _ended_by(rank, event.cause)
-    stood = any(cause in rank.drained_by for cause in ends)
+    stood = ends.intersection(rank.drained_by)
     rank.drained_by = tuple(cause for cause in rank.drained_by if cause not in ends)
-    if DrainCause.REPLACE in ends:
+    if DrainCause.REPLACE in stood:
         rank.owed_keys = []  # it keeps what it has
     if rank.draining:
         message = f"rank {event.rank} stays empty: {_WHY_EMPTY[rank.drained_by[0]]}"

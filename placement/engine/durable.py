@@ -10,11 +10,20 @@ out: whoever drives the engine does both.
 from __future__ import annotations
 
 from placement.engine.engine import RebalanceEngine
-from placement.messages.effects import AnyCommand, Effects, ReleaseSlot, ShardCommand
+from placement.messages.effects import (
+    AnyCommand,
+    Effects,
+    EndRank,
+    ReleaseSlot,
+    ReplaceRank,
+    ShardCommand,
+)
 
 RELEASE_WAITS = 2
-"""Drain waits after which slots are freed again once there is room: the table without them left
-only then, and routers have to hear of it and to finish what they have in flight."""
+"""Drain waits after which slots are freed, and emptied shards ended, again once there is room: the
+table without them left only then, and routers have to hear of it and to finish what they have in
+flight."""
+_NEVER_S = float("inf")
 
 
 class Durability:
@@ -27,6 +36,7 @@ class Durability:
         self._since_snapshot = 0
         self._withheld: list[Effects] = []
         self._releases_from_s = 0.0
+        self._ends: list[AnyCommand] = []
 
     @property
     def withheld(self) -> tuple[Effects, ...]:
@@ -71,8 +81,31 @@ class Durability:
         return withheld
 
     def may_leave(self, command: AnyCommand, at_s: float) -> bool:
-        """False for a release that comes too early; the engine asks again."""
-        return not (isinstance(command, ReleaseSlot) and at_s < self._releases_from_s)
+        """False for a release that comes too early, which the engine asks for again; and for the
+        end of a shard that comes too early, which is kept for `due`."""
+        if at_s >= self._releases_from_s:
+            return True
+        if _ends_a_shard(command):
+            self._ends.append(command)
+            return False
+        return not isinstance(command, ReleaseSlot)
+
+    @property
+    def due_at_s(self) -> float:
+        """When to ask for `due`; infinite where nothing is kept."""
+        return self._releases_from_s if self._ends else _NEVER_S
+
+    def due(self, at_s: float) -> tuple[AnyCommand, ...]:
+        """Kept commands whose time has come, in their order; they are kept no more."""
+        if at_s < self.due_at_s:
+            return ()
+        due, self._ends = tuple(self._ends), []
+        return due
+
+
+def _ends_a_shard(command: AnyCommand) -> bool:
+    """Whether it ends a shard that lives, for all anybody knows."""
+    return isinstance(command, EndRank) or (isinstance(command, ReplaceRank) and command.emptied)
 
 
 def _intent(engine: RebalanceEngine) -> tuple[object, ...]:

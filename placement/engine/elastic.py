@@ -44,9 +44,11 @@ def carry_over(state: EngineState, spec: MoeSpec, earlier: Sequence[RankState]) 
     for rank in earlier:
         removed = rank.status is RankStatus.REMOVED or DrainCause.REMOVE in rank.drained_by
         if rank.group >= 0 and rank.rank == len(state.ranks):
-            state.ranks.append(
-                _expected(spec, rank.rank, rank.profile, rank.num_slots, rank.group, rank.only_node)
+            added = _expected(
+                spec, rank.rank, rank.profile, rank.num_slots, rank.group, rank.only_node
             )
+            added.asked_key = rank.asked_key
+            state.ranks.append(added)
         if removed and rank.rank < len(state.ranks):
             _mark_removed(state.ranks[rank.rank])
 
@@ -54,6 +56,8 @@ def carry_over(state: EngineState, spec: MoeSpec, earlier: Sequence[RankState]) 
 def rank_add_asked(turn: Turn, event: RankAddAsked) -> None:
     """One more rank is expected, and its shard made; or a removed one comes back to its place."""
     ranks = turn.state.ranks
+    if _asked_before(turn, event):
+        return
     problem = _why_not_add(turn, event)
     if problem:
         turn.record("rank_added", "refused", problem)
@@ -72,12 +76,30 @@ def rank_add_asked(turn: Turn, event: RankAddAsked) -> None:
         back.status, back.drained_by = RankStatus.EXPECTED, ()
         back.num_slots = event.num_slots
         back.budget_bytes = event.num_slots * turn.spec.slot_bytes
+    ranks[number].asked_key = event.key
     turn.changed()
     turn.state.retry_at_s.clear()
     turn.commands.append(ReplaceRank(rank=number, lost_incarnation=ranks[number].incarnation))
     said = f"rank {number} is being started"
     turn.record("rank_added", "noted", said, numbers={"rank": float(number)})
     answer(turn, event.request_id, "ok", said, rank=number)
+
+
+def _asked_before(turn: Turn, event: RankAddAsked) -> bool:
+    """Whether an earlier request had this one's key; answers then."""
+    known = next((r for r in turn.state.ranks if event.key and r.asked_key == event.key), None)
+    if known is None:
+        return False
+    if event.rank not in (-1, known.rank):
+        said = f"key {event.key!r} is the key of another request, for rank {known.rank}"
+    elif known.status is RankStatus.REMOVED:
+        said = f"rank {known.rank} was added by a request with key {event.key!r} and has left since"
+    else:
+        said = f"rank {known.rank} was added by this request before; it is {known.status}"
+        answer(turn, event.request_id, "ok", said, rank=known.rank)
+        return True
+    answer(turn, event.request_id, "refused", f"{said}; choose another key")
+    return True
 
 
 def _expected(
@@ -104,7 +126,8 @@ def _why_not_add(turn: Turn, event: RankAddAsked) -> str:
         return f"device profile {event.profile!r} is not declared"
     if event.rank < 0:
         full = len(ranks) >= RANKS_MAX
-        return f"there are {RANKS_MAX} ranks, the most that are served" if full else ""
+        said = f"there are {RANKS_MAX} ranks, the most that are served; bring a removed one back"
+        return said if full else ""
     if event.rank >= len(ranks):
         return f"rank {event.rank} was never there; the next new rank is {len(ranks)}"
     known = ranks[event.rank]
@@ -138,9 +161,7 @@ def rank_replace_asked(turn: Turn, event: RankReplaceAsked) -> None:
     if not known_or_refuse(turn, event.request_id, event.rank):
         return
     rank = turn.rank(event.rank)
-    if event.incarnation >= 0 and rank.incarnation > event.incarnation:
-        said = f"rank {event.rank} has a newer shard already"
-        answer(turn, event.request_id, "ok", said, rank=event.rank)
+    if _replaced_before(turn, event):
         return
     if not live_or_refuse(turn, event.request_id, event.rank):
         return
@@ -157,11 +178,31 @@ def rank_replace_asked(turn: Turn, event: RankReplaceAsked) -> None:
     answer(turn, event.request_id, "ok", said, rank=event.rank)
 
 
+def _replaced_before(turn: Turn, event: RankReplaceAsked) -> bool:
+    """Whether the life that the request names has gone already, is going, or never was; answers
+    then."""
+    rank, life = turn.rank(event.rank), event.incarnation
+    if life < 0:
+        return False
+    code, said = "ok", ""
+    if rank.incarnation > life:
+        said = f"rank {event.rank} has a newer shard already"
+    elif rank.incarnation < life:
+        code = "refused"
+        newest = f"its newest is {rank.incarnation}" if rank.incarnation >= 0 else "it had none yet"
+        said = f"rank {event.rank} has no shard {life}; {newest}, look at the placement again"
+    elif rank.status is RankStatus.LOST and rank.wants_shard:
+        said = f"that shard of rank {event.rank} has ended already; a new one is being started"
+    elif rank.status is RankStatus.RESTORED and DrainCause.REPLACE in rank.drained_by:
+        said = f"the shard of rank {event.rank} is replaced: it is emptied, then ended"
+    if said:
+        answer(turn, event.request_id, code, said, rank=event.rank)
+    return bool(said)
+
+
 def _spared(turn: Turn, request_id: int, rank: RankState, lower: bool, rule: str) -> bool:
     """Whether the others can do without the rank; answers where they cannot. lower: in fewer
     failure domains will do."""
-    if not rank.holds or rank.draining:
-        return True  # they do already
     without = changed_topology(turn.topology(), rank.rank, draining=True)
     short = missing_for(turn, without, 1)
     missing_bytes = short * turn.spec.slot_bytes
@@ -227,7 +268,7 @@ def _let_go(turn: Turn, rank: RankState) -> None:
     turn.commands.append(
         EndRank(rank=rank.rank, incarnation=incarnation)
         if removed
-        else ReplaceRank(rank=rank.rank, lost_incarnation=incarnation)
+        else ReplaceRank(rank=rank.rank, lost_incarnation=incarnation, emptied=True)
     )
 
 

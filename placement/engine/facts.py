@@ -69,6 +69,10 @@ class EngineFacts:
         self._note = note
         self._term = engine.state.term
         self._plan: tuple[str, str] | None = None
+        self._lives = self._known_lives()
+
+    def _known_lives(self) -> dict[int, int]:
+        return {rank.rank: rank.incarnation for rank in self._engine.state.ranks}
 
     def recovered(self, *, journal: bool, torn: bool) -> None:
         """The life began, with what a journal held or without."""
@@ -92,10 +96,14 @@ class EngineFacts:
     def stepped(self, event: AnyEvent, effects: Effects) -> None:
         """The engine has taken an event; nothing of the effects is written or carried out."""
         self._note_plan()
+        before, self._lives = self._lives, self._known_lives()
         for record in effects.records:
             if record.rule == "rank_lost":
-                rank = self._engine.state.ranks[int(record.numbers["rank"])]
-                self._note(RankGivenUp, rank=rank.rank, incarnation=rank.incarnation)
+                # The life of before: the event that ended it may be another life's that has come.
+                rank = int(record.numbers["rank"])
+                life = before.get(rank, -1)
+                given_up = life if life >= 0 else self._lives[rank]
+                self._note(RankGivenUp, rank=rank, incarnation=given_up)
             if record.rule in STALL_RULES:
                 self._note(StallReported, term=self._term, why=record.rule)
         if isinstance(event, BudgetAsked) and _granted(effects):

@@ -32,6 +32,7 @@ from placement.engine.state import (
 from placement.engine.tables import JOIN_GRACE_S
 from placement.engine.turn import Turn
 from placement.messages.effects import ComputeTarget, SetRankSlots
+from placement.planner.plan import StepKind
 from placement.policy import POLICIES
 from placement.policy.base import PolicyInput
 
@@ -123,6 +124,10 @@ def what_changed(turn: Turn, stored: StoredPlan) -> str:
     for rank, index, key in stored.slots:
         if index >= limit[rank] or int(layout.slots[rank, index]) != key:
             return f"rank {rank} slot {index} changed since the plan was computed"
+    filled = {s.slot.rank for s in stored.plan.steps if s.kind is StepKind.ADD}
+    for number in sorted(filled):
+        if turn.rank(number).draining:
+            return f"rank {number} is being emptied since the plan was computed"
     for key, hosts in stored.hosts:
         layer, expert = divmod(key, turn.spec.num_experts)
         if list(layout.ranks_of(layer, expert)) != hosts:
@@ -138,7 +143,7 @@ def _ready(turn: Turn) -> bool:
         return False
     if turn.at_s >= state.started_at_s + JOIN_GRACE_S:
         return True
-    if any(r.status in (RankStatus.EXPECTED, RankStatus.RESTORED) for r in state.ranks):
+    if turn.waiting_for_ranks():
         return False
     if state.restoring_until_s > turn.at_s:
         return True

@@ -70,6 +70,8 @@ def rank_joined(turn: Turn, event: RankJoined) -> None:
         _reconcile(turn, rank, event)
     else:
         _take_size(turn, rank, event.num_slots, returns=returns)
+        if rank.draining:
+            rank.owed_keys = []  # its shard is replaced, and that was all
     turn.changed()
     rank_returned(turn)
     adopted, orphans = _adopt(turn, rank, event.resident)
@@ -257,7 +259,7 @@ def rank_lost(
         if turn.state.published and not turn.layout().replica_counts.any():
             all_lost(turn)
     turn.state.retry_at_s.clear()
-    if replace and not rank.draining:
+    if replace and rank.wants_shard:
         turn.commands.append(ReplaceRank(rank=rank_id, lost_incarnation=incarnation))
 
 

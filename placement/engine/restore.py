@@ -113,11 +113,12 @@ def restore_plan(turn: Turn) -> Plan | None:
 
 def refill_plan(turn: Turn) -> Plan | None:
     """Adds that give ranks whose shard was replaced what it held; None where nothing is owed. They
-    are owed once: what does not come now is left to the balance."""
+    are owed once: what does not come now is left to the balance. A rank whose budget was raised has
+    its slots first."""
     owed: dict[int, list[tuple[int, int]]] = {}
     holders = turn.layout().replica_counts.reshape(-1).copy()
     for rank in turn.state.ranks:
-        if rank.owed_keys and _takes(rank):
+        if rank.owed_keys and _takes(rank) and rank.wanted_slots <= rank.num_slots:
             owed[rank.rank] = [(i, key) for i, key in enumerate(rank.owed_keys) if key >= 0]
             rank.owed_keys = []
     return _put_back(turn, owed, holders, "as before its shard was replaced")

@@ -96,6 +96,8 @@ class RankState(msgspec.Struct, kw_only=True):
     the rank."""
     only_node: str = ""
     """The only node its shard may run on, "" = any its group allows."""
+    asked_key: str = ""
+    """Key of the request that added the rank or brought it back, "" = it had none."""
 
     @property
     def holds(self) -> bool:
@@ -107,6 +109,13 @@ class RankState(msgspec.Struct, kw_only=True):
     def draining(self) -> bool:
         """Whether it is to be emptied and kept empty, for whatever cause."""
         return bool(self.drained_by)
+
+    @property
+    def wants_shard(self) -> bool:
+        """Whether the rank, where it has no shard, is to get one: while nothing drains it, and
+        where its shard was to be replaced all the same."""
+        owed = bool(self.owed_keys) and DrainCause.REMOVE not in self.drained_by
+        return owed or not self.draining
 
     def set_num_slots(self, num_slots: int) -> None:
         """Take the shard's word on how many slots it has. Slots that still hold something stay

@@ -150,6 +150,8 @@ class ReplaceRank(Command, frozen=True, kw_only=True, tag=True, eq=False):
 
     rank: int
     lost_incarnation: int
+    emptied: bool = False
+    """Nothing is known to be wrong with the life that ends: it was emptied to be replaced."""
 
 
 class EndRank(Command, frozen=True, kw_only=True, tag=True, eq=False):

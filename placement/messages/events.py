@@ -241,6 +241,9 @@ class RankAddAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
     num_slots: int = 0
     only_node: str = ""
     """The only node it may run on, "" = any its group allows."""
+    key: str = ""
+    """Chosen by who asks: a request with the key of an earlier one is answered as that was and adds
+    nothing. "" = each adds a rank."""
 
 
 class RankRemoveAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):

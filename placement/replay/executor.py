@@ -21,6 +21,7 @@ from placement.messages.effects import (
     SetRankSlots,
     VerifyExpert,
 )
+from placement.messages.records import DecisionRecord
 from placement.routing import RankAddress
 from placement.topology import MoeSpec, Topology
 
@@ -47,7 +48,7 @@ class PerfectExecutor:
 
     def __init__(self, spec: MoeSpec, topology: Topology, config: RebalanceConfig) -> None:
         self.engine = RebalanceEngine(spec, topology, config, term=1, first_epoch=1, start_s=0.0)
-        self.rules: list[str] = []
+        self.records: list[DecisionRecord] = []
         self._config = config
         self._spec = spec
         self._next_tag = 1
@@ -68,7 +69,7 @@ class PerfectExecutor:
         waiting: list[ev.AnyEvent] = [event]
         while waiting:
             effects = self.engine.step(waiting.pop(0))
-            self.rules.extend(r.rule for r in effects.records)
+            self.records.extend(effects.records)
             for command in effects.commands:
                 answer = self._carry_out(command, event.at_s)
                 if answer is not None:

@@ -183,5 +183,5 @@ def _totals(
         moves={
             k: n - runner.fill_moves.get(k, 0) for k, n in runner.engine.state.moves_done.items()
         },
-        records=tuple(runner.rules),
+        records=tuple(record.rule for record in runner.records),
     )

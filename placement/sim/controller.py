@@ -250,9 +250,15 @@ class SimController(Part):
         for effects in self._durable.all_written(self.engine, self.clock.now_s):
             self.facts.written(effects)
             self._execute(effects)
+        if self._durable.due_at_s < float("inf"):
+            self.after(self._durable.due_at_s - self.clock.now_s, self._carry_out_kept)
         if self._paused_here:
             self._paused_here = False
             self.feed(ev.ResumeAsked(at_s=0.0, request_id=OWN_REQUEST))
+
+    def _carry_out_kept(self) -> None:
+        for command in self._durable.due(self.clock.now_s):
+            self._carry_out(command)
 
     # -- time and load -----------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from moe_serve.shard.actor import SHARD_ENV_VARS
 from moe_serve.shard.faults import FaultPoints
 from tests.chaos.cluster import Nodes, more_nodes
 from tests.chaos.faults import Faults
-from tests.chaos.history import check_history, read_history
+from tests.chaos.history import Deeds, check_history, read_history
 from tests.chaos.marker_service import (
     WORKLOAD,
     await_calm,
@@ -41,7 +41,15 @@ from tests.chaos.marker_service import (
 )
 from tests.chaos.proxy import Proxy
 from tests.chaos.rpc_loss import Orders, RpcLoss
-from tests.service_cluster import Placement, Service, part_pids, router_totals, running, wait_until
+from tests.service_cluster import (
+    Placement,
+    Service,
+    actor_pid,
+    part_pids,
+    router_totals,
+    running,
+    wait_until,
+)
 from tests.traffic import Traffic
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -78,7 +86,8 @@ def faults(
             finally:
                 made.end_all()
             await_calm(service)
-            assert check_history(read_history(history), made.deeds) == []
+            found = check_history(read_history(history), made.deeds)
+            assert not found, "\n".join(found)
 
 
 @pytest.fixture
@@ -141,7 +150,7 @@ def test_calls_are_served_while_the_controller_stands_still(
 
 
 @contextmanager
-def second_controller(service: Service, history: Path) -> Iterator[GrpcAdmin]:
+def second_controller(service: Service, deeds: Deeds, history: Path) -> Iterator[GrpcAdmin]:
     """One more controller of the same service, under another name."""
     import ray
 
@@ -172,6 +181,7 @@ def second_controller(service: Service, history: Path) -> Iterator[GrpcAdmin]:
         yield admin
         admin.close()
     finally:
+        deeds.kill(actor_pid(name))
         kill_actor(name)
 
 
@@ -183,7 +193,7 @@ def test_a_controller_that_stood_still_is_fenced_by_the_next(
     with loaded(service) as traffic:
         old = faults.pause_controller()
         try:
-            with second_controller(service, history) as admin:
+            with second_controller(service, faults.deeds, history) as admin:
                 wait_until(
                     "the second controller has finished what the first began",
                     lambda: is_empty(admin.placement(), 0) and nothing_moves(admin.placement()),

@@ -200,8 +200,10 @@ class FakeAdmin:
             raise FailedPrecondition("rank 1 cannot be drained: 4 slots short on the others")
         return pb.DrainRankResponse(plan_id="2-5", message="rank 0: 2 replicas will move")
 
-    def add_rank(self, group: int, node: str, again: int | None) -> pb.AddRankResponse:
-        self.asked.append(("add_rank", group, node, again))
+    def add_rank(
+        self, group: int, node: str, again: int | None, key: str = ""
+    ) -> pb.AddRankResponse:
+        self.asked.append(("add_rank", group, node, again, key))
         return pb.AddRankResponse(rank=2, message="rank 2 is being started")
 
     def remove_rank(self, rank: int, accept_lower_floor: bool) -> pb.RemoveRankResponse:

@@ -252,6 +252,10 @@ class FakeRouterPort:
         self.port = incarnation % 50_000
         self.stopped_s: float | None = None
         """Grace of the first `stop`."""
+        self.calls_end = asyncio.Event()
+        """Unset: calls are open, and keep it from stopping."""
+        self.calls_end.set()
+        self.stopped = False
         self._term = 0
         self._seq = 0
         self._reports: list[DemandReport] = []
@@ -316,11 +320,14 @@ class FakeRouterPort:
             reports=tuple(self._reports),
             suspects=self.suspects,
             counters={"requests": 1.0},
+            stopped=self.stopped,
         )
 
     async def stop(self, grace_s: float) -> None:
         await self._reach()
         self.stopped_s = grace_s if self.stopped_s is None else self.stopped_s
+        await self.calls_end.wait()
+        self.stopped = True
 
     async def _reach(self) -> None:
         self._check()

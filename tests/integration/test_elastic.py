@@ -143,13 +143,13 @@ def test_a_rank_leaves_and_comes_back_and_another_joins(service: Service) -> Non
         wait_until("its process has ended", lambda: not alive(start.ranks[1].pid))
         print(f"rank 1 left in {time.monotonic() - began_s:.1f} s")
         assert [held(left, rank) for rank in range(3)] == [KEYS, 0, KEYS]
-        gone = ["removed"] * (new - 3)
 
         os.kill(service.controller_pid(), signal.SIGKILL)
         after = service.wait(
             "a new controller knows it", lambda p: p.term > start.term and settled(p)
         )
-        assert [state(after, rank) for rank in range(new)] == ["up", "removed", "up", *gone]
+        here = [rank for rank in range(new) if state(after, rank) != "removed"]
+        assert here == [0, 2]
         assert after.ranks[0].pid == start.ranks[0].pid
 
         began_s = time.monotonic()

@@ -5,9 +5,11 @@ Kept apart from the seeds of `test_seeds`, whose worlds stay what they were.
 
 import pytest
 
+from placement.engine.state import RankStatus
 from placement.messages import events as ev
 from placement.sim.runner import HEAL_S, LOOK_S, REST_S, SAFETY_MAX_S, check, run
 from placement.sim.world import World
+from tests.simulation.test_rare_moments import go_on, settle, settled_quiet
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -44,3 +46,34 @@ def test_every_way_to_come_and_to_go_is_gone():
         if done == set(ASKED):
             return
     assert done == set(ASKED)
+
+
+def test_a_rank_emptied_while_the_disk_was_full_is_ended_after_routers_have_heard_of_it():
+    world = settled_quiet()
+    boss = world.fleet.controller
+    world.harm.ask(
+        lambda n: ev.RankRemoveAsked(at_s=0.0, request_id=n, rank=0, accept_lower_floor=True)
+    )
+    shard, state = world.stage.shards[0], boss.engine.state
+    while not state.removing:
+        go_on(world, 0.001)
+    world.fleet.journal.full = True
+    ends_s = world.stage.clock.now_s + 120.0
+    while state.ranks[0].status is not RankStatus.REMOVED:
+        assert world.stage.clock.now_s < ends_s, state.ranks[0].drained_by
+        go_on(world, 0.05)
+    assert shard.alive
+    world.fleet.journal.full = False
+    while boss._durable.withheld:
+        go_on(world, 0.05)
+    assert shard.alive, "calls under the older table may be on their way"
+    while shard.alive:
+        assert world.stage.clock.now_s < ends_s
+        go_on(world, 0.1)
+    assert boss.alive
+    world.heal()
+    settle(world, 60.0)
+    world.stop_traffic()
+    go_on(world, REST_S)
+    world.note_holdings()
+    check(world)

@@ -6,7 +6,13 @@ from typing import Annotated
 
 import typer
 
-from moe_serve.cli.options import AddressOption, OutputOption, ServiceOption, admin_of
+from moe_serve.cli.options import (
+    INT64_MAX,
+    AddressOption,
+    OutputOption,
+    ServiceOption,
+    admin_of,
+)
 from moe_serve.cli.output import Output, OutputFormat
 from moe_serve.cli.plain import plain
 from moe_serve.cli.views.events import event_line
@@ -18,7 +24,8 @@ def events(
         bool, typer.Option("--follow", "-f", help="Go on with new records, until Ctrl-C.")
     ] = False,
     after: Annotated[
-        int, typer.Option(min=0, metavar="SEQ", help="Only records after this number.")
+        int,
+        typer.Option(min=0, max=INT64_MAX, metavar="SEQ", help="Only records after this number."),
     ] = 0,
     rule: Annotated[
         str, typer.Option(metavar="NAME", help="Only records of this rule (plan_done, budget ...).")

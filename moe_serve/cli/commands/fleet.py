@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from typing import Annotated
+from uuid import uuid4
 
 import typer
 
+from moe_serve.cli.admin import Admin
+from moe_serve.cli.exits import CannotReach
 from moe_serve.cli.options import (
+    INT32_MAX,
     AddressOption,
     OutputOption,
     RankArgument,
@@ -15,8 +19,12 @@ from moe_serve.cli.options import (
 )
 from moe_serve.cli.output import Output, OutputFormat
 from moe_serve.cli.plain import plain
-from moe_serve.cli.rolling import PartGroup, Roll
+from moe_serve.cli.rolling import NO_ANSWER, Clock, PartGroup, Roll, until_answered
+from moe_serve.rpc import placement_pb2 as pb
 
+ADD_WAIT_S = 20.0
+"""How long a rank is asked for whose adding is not answered; a controller that died is back by
+then."""
 LowerFloorOption = Annotated[
     bool,
     typer.Option(
@@ -29,13 +37,25 @@ LowerFloorOption = Annotated[
 def add_rank(
     ctx: typer.Context,
     group: Annotated[
-        int, typer.Option(min=0, help="Which entry of fleet.ranks it is made from, from 0.")
+        int,
+        typer.Option(
+            min=0, max=INT32_MAX, help="Which entry of fleet.ranks it is made from, from 0."
+        ),
     ] = 0,
     node: Annotated[str, typer.Option(help="The only node it may run on, by its name.")] = "",
     again: Annotated[
         int | None,
-        typer.Option(min=0, metavar="RANK", help="A removed rank that is to come back as it was."),
+        typer.Option(
+            min=0,
+            max=INT32_MAX,
+            metavar="RANK",
+            help="A removed rank that is to come back as it was.",
+        ),
     ] = None,
+    key: Annotated[
+        str,
+        typer.Option(help="Name of this request: asked again with the same one it adds no other."),
+    ] = "",
     address: AddressOption = "",
     service: ServiceOption = "",
     output: OutputOption = OutputFormat.TABLE,
@@ -45,8 +65,31 @@ def add_rank(
     Its shard is started; experts come to it as soon as that pays.
     """
     with admin_of(ctx, address, service) as admin:
-        answer = admin.add_rank(group, node, again)
+        answer = add_once(admin, group, node, again, key)
     Output(output).data(plain(answer), [answer.message])
+
+
+def add_once(
+    admin: Admin,
+    group: int,
+    node: str,
+    again: int | None,
+    key: str = "",
+    clock: Clock | None = None,
+) -> pb.AddRankResponse:
+    """Ask for a rank until there is an answer; however often it is asked for, one is added. key: ""
+    = one of its own. Raises CannotReach where there is none within ADD_WAIT_S, with the key to go
+    on with."""
+    admin.placement()  # a service that is not there is told of at once
+    key = key or uuid4().hex
+    try:
+        return until_answered(
+            lambda: admin.add_rank(group, node, again, key), ADD_WAIT_S, clock or Clock()
+        )
+    except NO_ANSWER as error:
+        raise CannotReach(
+            f"{error.message}; whether the rank was added is not known: ask again with --key {key}"
+        ) from error
 
 
 def remove_rank(
@@ -67,7 +110,7 @@ def remove_rank(
     Output(output).data({"rank": rank, **plain(answer)}, [answer.message])
 
 
-def roll(
+def roll(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
     ctx: typer.Context,
     only: Annotated[
         list[PartGroup] | None,
@@ -79,6 +122,9 @@ def roll(
     accept_gap: Annotated[
         bool,
         typer.Option("--accept-gap", help="Replace the only router: calls fail until it is back."),
+    ] = False,
+    accept_problems: Annotated[
+        bool, typer.Option("--accept-problems", help="Go on though status shows a problem.")
     ] = False,
     wait: Annotated[
         float, typer.Option(min=1.0, metavar="SECONDS", help="Longest time for one part.")
@@ -99,6 +145,7 @@ def roll(
             wait_s=wait,
             accept_lower_floor=accept_lower_floor,
             accept_gap=accept_gap,
+            accept_problems=accept_problems,
         )
         rolling.run(tuple(only) if only else tuple(PartGroup))
     out.data({"replaced": rolling.replaced}, [f"replaced: {', '.join(rolling.replaced)}"])

@@ -10,7 +10,13 @@ import typer
 
 from moe_serve.cli.admin import Admin
 from moe_serve.cli.exits import ExitCode
-from moe_serve.cli.options import AddressOption, OutputOption, ServiceOption, admin_of
+from moe_serve.cli.options import (
+    INT32_MAX,
+    AddressOption,
+    OutputOption,
+    ServiceOption,
+    admin_of,
+)
 from moe_serve.cli.output import Output, OutputFormat
 from moe_serve.cli.plain import enum_word
 from moe_serve.cli.views.plan import plan_parts, plan_plain
@@ -25,7 +31,8 @@ def plan(
         str, typer.Option("--policy", "-p", help="Another policy than the configured one.")
     ] = "",
     max_moves: Annotated[
-        int, typer.Option(min=0, help="Moves at most; 0 = the configured limit.")
+        int,
+        typer.Option(min=0, max=INT32_MAX, help="Moves at most; 0 = the configured limit."),
     ] = 0,
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="Exit 4 where there is something to move.")

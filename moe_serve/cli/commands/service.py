@@ -11,7 +11,7 @@ import typer
 from rich.console import Group
 
 from moe_serve.bootstrap.preflight import NodeCheck
-from moe_serve.bootstrap.record import ServiceRecord, read_record
+from moe_serve.bootstrap.record import ServiceRecord, is_kept, read_record
 from moe_serve.bootstrap.signals import end_as_interrupted
 from moe_serve.bootstrap.size import SizeReport
 from moe_serve.cli.exits import ExitCode
@@ -28,6 +28,7 @@ from moe_serve.cli.views.deployment import (
     size_plain,
 )
 from moe_serve.config import ConfigInvalid, ServiceConfig
+from moe_serve.errors import FailedPrecondition, NotFound
 
 
 def validate(
@@ -201,7 +202,15 @@ def down(
 ) -> None:
     """End a service and, where `up` started it, its Ray cluster."""
     out = Output(output)
-    name = read_record(service_name).service
+    try:
+        name = read_record(service_name).service
+    except NotFound as error:
+        if service_name and is_kept(service_name):
+            raise FailedPrecondition(
+                f"service {service_name} is down, and its `moe-serve up --keep` is starting it "
+                "again; end that program, by Ctrl-C or SIGTERM"
+            ) from error
+        raise
     if not yes:
         typer.confirm(f"End service {name}?", abort=True, err=True)
 

@@ -1195,22 +1195,26 @@ class AddRankRequest(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Number of the group under fleet.ranks of the service file, from 0."""
     node: _builtins.str
     """The only node it may run on, by the name that GetPlacement shows; "" = any that the group allows."""
     rank: _builtins.int
     """A rank that was removed and is to come back; group and node are what they were. Absent = a new number."""
+    key: _builtins.str
+    """Chosen by the caller, at most 200 characters: a request that comes again with the key of an earlier one is answered as that was and adds nothing, also after a restart of the controller. "" = each request adds a rank."""
     def __init__(
         self,
         *,
         group: _builtins.int = ...,
         node: _builtins.str = ...,
         rank: _builtins.int | None = ...,
+        key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "group", b"group", "node", b"node", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "group", b"group", "key", b"key", "node", b"node", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from ray.exceptions import RaySystemError
+from typer.testing import CliRunner
 
 from moe_serve.bootstrap import keep, kept_service, service
 from moe_serve.bootstrap.keep import CALM_S, LOOK_S, PAUSE_FIRST_S, PAUSE_MAX_S, SILENT_S, Keeper
@@ -22,6 +24,8 @@ from moe_serve.bootstrap.record import (
     remove_record,
     write_record,
 )
+from moe_serve.cli.app import app
+from moe_serve.cli.exits import ExitCode
 from moe_serve.errors import NotFound, StartRefused
 
 
@@ -216,6 +220,41 @@ def test_who_begins_to_take_a_service_down_says_so_first(monkeypatch: pytest.Mon
     service.down("s")
     assert seen == [None]
     assert kept_service_of().record() is None
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RaySystemError("gone")])
+def test_a_start_that_is_cut_short_by_the_world_is_refused_and_tried_again(
+    error: Exception,
+) -> None:
+    def cut_short() -> ServiceRecord:
+        raise error
+
+    with pytest.raises(StartRefused, match=r"the start was cut short: .*(No space|gone)"):
+        KeptService("s", "/s.yaml", cut_short, lambda line: None).start()
+
+
+def test_a_record_that_goes_while_it_is_read_is_one_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_record(a_record())
+    read = Path.read_bytes
+
+    def gone(file: Path) -> bytes:
+        file.unlink()
+        return read(file)
+
+    monkeypatch.setattr(Path, "read_bytes", gone)
+    assert kept_service_of().record() is None
+
+
+def test_a_service_that_is_being_started_again_is_ended_with_its_keeper() -> None:
+    down = ["down", "s", "--yes"]
+    absent = CliRunner().invoke(app, down)
+    assert "no single service record" in absent.stderr
+    with kept("s"):
+        told = CliRunner().invoke(app, down)
+    assert told.exit_code == ExitCode.FAILED
+    assert "end that program" in told.stderr
 
 
 def test_one_keeper_a_service() -> None:

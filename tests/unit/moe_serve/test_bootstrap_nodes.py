@@ -54,6 +54,17 @@ def test_no_matching_node_is_one_line_that_names_what_there_is() -> None:
     )
 
 
+def test_a_node_that_is_not_there_is_told_with_those_that_are_and_a_way_out() -> None:
+    assert choose_node([A, B], {}, {}, what="rank 3", only_node=B.node) is B
+    with pytest.raises(StartRefused) as refused:
+        choose_node([B, A], {}, {}, what="rank 3", only_node="bb")
+    assert refused.value.message == (
+        "no node named 'bb' that takes parts, with labels {} for rank 3; the cluster has 2 alive "
+        f"nodes (0 draining) with labels site=a, site=b, named {A.node}, {B.node}; bring that node "
+        "up, or remove rank 3 and add one elsewhere"
+    )
+
+
 def test_ranks_spread_over_nodes_and_their_bytes_add_up_by_machine() -> None:
     config = a_config({"count": 4})
     assert needed_bytes(config, [A, B], SLOT_BYTES) == {"id-a": 20_000, "id-b": 20_000}

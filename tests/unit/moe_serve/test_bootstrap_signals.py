@@ -17,6 +17,8 @@ ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in ALL}
+    for number in ALL:  # whoever started the tests may have had one ignored (nohup)
+        signal.signal(number, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -250,8 +250,11 @@ def test_apply_that_never_starts_fails() -> None:
         (("resume",), ("resume",)),
         (("drain", "0"), ("drain", 0)),
         (("undrain", "0"), ("undrain", 0)),
-        (("add-rank", "--group", "1", "--node", "b"), ("add_rank", 1, "b", None)),
-        (("add-rank", "--again", "0"), ("add_rank", 0, "", 0)),
+        (
+            ("add-rank", "--group", "1", "--node", "b", "--key", "k1"),
+            ("add_rank", 1, "b", None, "k1"),
+        ),
+        (("add-rank", "--again", "0", "--key", "k2"), ("add_rank", 0, "", 0, "k2")),
         (("remove-rank", "0"), ("remove_rank", 0, False)),
         (("remove-rank", "0", "--accept-lower-floor"), ("remove_rank", 0, True)),
         (("budget", "1", "6MiB"), ("set_budget", 1, 6 * MIB)),
@@ -281,15 +284,43 @@ def test_a_roll_that_begins_with_something_wrong_is_one_line_and_exit_1() -> Non
     admin = FakeAdmin([make_placement(problems=["rank 1 is lost"])])
     result = _run(admin, "roll", "--only", "ranks")
     assert (result.exit_code, admin.asked) == (1, [])
-    wrong = "error: nothing is replaced while something is wrong: rank 1 is lost\n"
-    assert result.stderr == wrong
+    assert result.stderr.splitlines() == [
+        "error: nothing is replaced while something is wrong: rank 1 is lost. Mend it first, or go "
+        "on with --accept-problems where it is of the past"
+    ]
 
 
 @pytest.mark.parametrize(
-    "args", [("drain", "7"), ("drain", "-1"), ("drain", "x"), ("budget", "0", "many"), ("plam",)]
+    "args",
+    [
+        ("drain", "7"),
+        ("drain", "-1"),
+        ("drain", "x"),
+        ("remove-rank", str(1 << 31)),
+        ("add-rank", "--group", str(1 << 31)),
+        ("add-rank", "--again", str(1 << 31)),
+        ("plan", "--max-moves", str(1 << 31)),
+        ("events", "--after", str(1 << 63)),
+        ("budget", "0", "many"),
+        ("plam",),
+    ],
 )
 def test_wrong_arguments_are_exit_2(args: tuple[str, ...]) -> None:
     assert _run(FakeAdmin(), *args).exit_code == 2
+
+
+def test_an_argument_that_is_not_text_is_said_and_exit_2() -> None:
+    class Wire(FakeAdmin):
+        def add_rank(
+            self, group: int, node: str, again: int | None, key: str = ""
+        ) -> pb.AddRankResponse:
+            pb.AddRankRequest(group=group, node=node, rank=again, key=key)
+            return super().add_rank(group, node, again, key)
+
+    result = _run(Wire(), "add-rank", "--node", "n\udcff")
+    assert result.exit_code == 2
+    assert result.stderr == "error: an argument is not UTF-8: 'n\\udcff'\n"
+    assert _run(Wire(), "add-rank", "--node", "n\u00f6d").exit_code == 0
 
 
 def test_a_wrong_size_names_the_argument() -> None:

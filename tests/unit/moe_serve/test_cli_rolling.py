@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from moe_serve.cli.commands.fleet import add_once
 from moe_serve.cli.exits import CannotReach
 from moe_serve.cli.rolling import READY_S, REFUSED_S, Clock, PartGroup, Roll
 from moe_serve.errors import FailedPrecondition, Unavailable
@@ -149,6 +150,73 @@ def test_a_removed_rank_has_nothing_to_replace() -> None:
     assert roll.replaced == ["rank 0", "rank 2"]
 
 
+def test_a_rank_that_somebody_removes_meanwhile_has_nothing_to_replace() -> None:
+    class Leaving(FakeService):
+        """Rank 1 leaves before its turn, rank 2 while its new shard is awaited."""
+
+        def placement(self) -> pb.GetPlacementResponse:
+            if ("replace_rank", 0, 10, False) in self.asked:
+                self.ranks[1].state = "removed"
+            seen = super().placement()
+            if self.is_away("rank 2"):
+                seen.ranks[2].state = "removed"
+            return seen
+
+    service, lines = Leaving(), list[str]()
+    roll = roll_of(service, lines)
+    roll.run([PartGroup.RANKS])
+    assert roll.replaced == ["rank 0"]
+    assert [line for line in lines if "was removed meanwhile" in line] == [
+        f"rank {n} was removed meanwhile; there is nothing to replace" for n in (1, 2)
+    ]
+    assert not any(asked[1] == 1 for asked in service.asked)
+
+
+def test_a_rank_that_is_lost_when_its_turn_comes_is_waited_for_first() -> None:
+    class Dies(FakeService):
+        def replace_rank(
+            self, rank: int, incarnation: int, accept_lower_floor: bool
+        ) -> pb.ReplaceRankResponse:
+            if rank == 0:
+                self.back_s["rank 1"] = self.now_s + 2 * AWAY_S
+                self.ranks[1].incarnation += 100
+            elif self.is_away(f"rank {rank}"):
+                raise FailedPrecondition(f"rank {rank} is lost; wait until it has joined")
+            return super().replace_rank(rank, incarnation, accept_lower_floor)
+
+    service = Dies()
+    roll = roll_of(service, [])
+    roll.run([PartGroup.RANKS])
+    assert roll.replaced == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_a_rank_is_added_once_however_often_the_answer_is_lost() -> None:
+    class Lossy(FakeService):
+        losses = 3
+
+        def add_rank(
+            self, group: int, node: str, again: int | None, key: str = ""
+        ) -> pb.AddRankResponse:
+            answer = super().add_rank(group, node, again, key)
+            if self.losses:
+                self.losses -= 1
+                raise CannotReach("the controller does not answer")
+            return answer
+
+    service = Lossy()
+    assert add_once(service, 1, "b", None, clock=service.clock()).rank == 2
+    asked = [a for a in service.asked if a[0] == "add_rank"]
+    assert len(asked) == 4
+    assert len(set(asked)) == 1
+    assert len(str(asked[0][4])) == 32
+    service.losses = 1 << 30
+    with pytest.raises(CannotReach, match="ask again with --key mine"):
+        add_once(service, 1, "b", None, "mine", clock=service.clock())
+    assert service.asked[-1] == ("add_rank", 1, "b", None, "mine")
+    with pytest.raises(CannotReach, match="nobody answers"):
+        add_once(FakeService(deaf_until_s=1e9), 0, "", None)
+
+
 def test_a_shard_that_does_not_start_stops_the_roll_and_the_rest_is_untouched() -> None:
     service = FakeService(refuses={1})
     roll = roll_of(service, [])
@@ -186,6 +254,24 @@ def test_nothing_is_begun_while_something_is_wrong() -> None:
     with pytest.raises(FailedPrecondition, match="nothing is replaced while something is wrong"):
         roll_of(service, []).run()
     assert service.asked == []
+
+
+def test_a_problem_of_the_past_may_be_accepted_and_a_missing_expert_may_not() -> None:
+    class Lacking(FakeService):
+        def placement(self) -> pb.GetPlacementResponse:
+            seen = super().placement()
+            seen.missing.append(3)
+            return seen
+
+    problem = "the journal's last record was torn and was dropped"
+    service = FakeService(problems=[problem])
+    roll = roll_of(service, [], accept_problems=True)
+    roll.run([PartGroup.CONTROLLER])
+    assert roll.replaced == ["controller"]
+    lacking = Lacking()
+    with pytest.raises(FailedPrecondition, match="while 1 experts are missing; wait until"):
+        roll_of(lacking, [], accept_problems=True).run()
+    assert lacking.asked == []
 
 
 def test_a_controller_that_is_away_for_a_moment_is_asked_again() -> None:

@@ -8,15 +8,16 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moe_serve.controller.journal_store import JournalFull, StateStore, raise_full
 from moe_serve.controller.service import ControllerService
 from moe_serve.errors import FailedPrecondition
-from placement.engine.state import EngineState
+from placement.engine.state import EngineState, RankStatus
 from placement.messages.codec import encode
 from placement.messages.events import (
     AnyEvent,
@@ -24,6 +25,7 @@ from placement.messages.events import (
     BudgetAsked,
     DrainAsked,
     PauseAsked,
+    RankRemoveAsked,
     ResumeAsked,
     UndrainAsked,
 )
@@ -84,6 +86,34 @@ async def test_a_full_disk_stops_new_moves_and_nothing_else(tmp_path: Path, disk
         await until(
             lambda: len(rig.listed(0)) >= 2 and all(rig.listed(e) for e in range(4)), wait_s=20.0
         )
+
+
+@pytest.mark.asyncio
+async def test_a_rank_emptied_while_the_disk_was_full_is_ended_after_routers_have_heard_of_it(
+    tmp_path: Path, disk: Disk
+) -> None:
+    cluster = make_cluster()
+    settings = make_settings(tmp_path)
+    settings = replace(settings, config=msgspec.structs.replace(settings.config, floor=2))
+    async with controller(settings, cluster) as rig:
+        await rig.ready()
+        await until(lambda: all(len(rig.listed(e)) == 2 for e in range(4)))
+        await until(lambda: rig.state.run is None)
+        removed = await rig.service.life.driver.ask(
+            lambda n: RankRemoveAsked(at_s=0.0, request_id=n, rank=1, accept_lower_floor=True)
+        )
+        assert removed.code == "ok"
+        disk.full = True
+        await until(lambda: rig.state.ranks[1].status is RankStatus.REMOVED, wait_s=30.0)
+        router, shard = cluster.router(), cluster.shard(1)
+        assert router is not None
+        assert shard is not None, "its end is not on disk"
+        assert 1 in {a.rank for a in router.table.ranks}  # type: ignore[union-attr]
+        disk.full = False
+        await until(lambda: 1 not in {a.rank for a in router.table.ranks})  # type: ignore[union-attr]
+        assert cluster.shard(1) is shard, "calls under the older table may be on their way"
+        await until(lambda: cluster.shard(1) is None)
+        assert all(rig.listed(e) for e in range(4))
 
 
 MOVING: list[Callable[[int], AnyEvent]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from moe_serve.controller.admin_fleet import FleetAdmin
 from moe_serve.controller.service import ControllerService
 from moe_serve.controller.settings import ControllerSettings, RankKind
 from moe_serve.controller.views import placement_view
-from moe_serve.errors import FailedPrecondition, InvalidArgument
+from moe_serve.errors import FailedPrecondition, InvalidArgument, Unavailable
+from moe_serve.ports import FILE_PLACE, RankPlace
 from moe_serve.rpc import placement_pb2 as pb
 from tests.builders import PROFILE
 from tests.fakes.controller import (
@@ -23,7 +25,7 @@ from tests.fakes.controller import (
     make_settings,
     until,
 )
-from tests.fakes.fleet import FakeCluster, FakeFleet
+from tests.fakes.fleet import FakeCluster, FakeFleet, FakeShardPort
 
 GROUP_SLOTS = (4, 6)
 
@@ -235,6 +237,182 @@ async def test_a_service_without_groups_takes_no_ranks(tmp_path: Path) -> None:
             await admin_of(rig).remove_rank(pb.RemoveRankRequest(rank=3))
 
 
+# -- ranks that leave while their shard is being made ---------------------------------------------
+
+
+class SlowFleet(FakeFleet):
+    """Shards come to life only when `go` is set; their makers wait for it, or give up first."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        super().__init__(cluster)
+        self.go = asyncio.Event()
+        self.go.set()
+        self.begun: list[str] = []
+        self.gives_up = False
+        self.may_kill = asyncio.Event()
+        self.may_kill.set()
+        self.kills: list[str] = []
+        self._late: set[asyncio.Task[object]] = set()
+
+    async def create_shard(
+        self, name: str, rank: int, incarnation: int, place: RankPlace = FILE_PLACE
+    ) -> FakeShardPort:
+        self.begun.append(name)
+
+        async def later() -> FakeShardPort:
+            await self.go.wait()
+            return await FakeFleet.create_shard(self, name, rank, incarnation, place)
+
+        work = asyncio.ensure_future(later())
+        self._late.add(work)
+        if self.gives_up:
+            self.gives_up = False
+            raise Unavailable("Ray gives no answer: RaySystemError")
+        return await work
+
+    async def kill(self, name: str) -> None:
+        self.kills.append(name)
+        await self.may_kill.wait()
+        await FakeFleet.kill(self, name)
+
+
+def lives(cluster: FakeCluster, rank: int) -> list[str]:
+    return [name for name in cluster.living() if name.startswith(f"tiny:shard:{rank}:")]
+
+
+@pytest.mark.asyncio
+async def test_a_shard_that_comes_to_life_after_its_rank_left_is_ended(tmp_path: Path) -> None:
+    cluster = cluster_of()
+    fleet = SlowFleet(cluster)
+    async with controller(settings_of(tmp_path), cluster, fleet=fleet) as rig:
+        await rig.ready()
+        fleet.go.clear()
+        await admin_of(rig).add_rank(pb.AddRankRequest(group=0))
+        await until(lambda: len(fleet.begun) == 4)
+        await admin_of(rig).remove_rank(pb.RemoveRankRequest(rank=3))
+        # What was asked to end is ended, as far as anybody can tell: it does not live yet.
+        await until(lambda: fleet.begun[-1] in cluster.killed)
+        fleet.go.set()
+        await until(lambda: fleet.begun[-1] in cluster.created)
+        await until(lambda: not lives(cluster, 3))
+        assert not [name for name in rig.service.life.parts.names if ":shard:3:" in name]
+
+
+@pytest.mark.asyncio
+async def test_a_rank_added_again_while_its_given_up_shard_is_made_gets_one_of_its_own(
+    tmp_path: Path,
+) -> None:
+    cluster = cluster_of()
+    fleet = SlowFleet(cluster)
+    async with controller(settings_of(tmp_path), cluster, fleet=fleet) as rig:
+        await rig.ready()
+        fleet.go.clear()
+        await admin_of(rig).add_rank(pb.AddRankRequest(group=0))
+        await until(lambda: len(fleet.begun) == 4)
+        await admin_of(rig).remove_rank(pb.RemoveRankRequest(rank=3))
+        await until(lambda: fleet.begun[3] in cluster.killed)
+        await admin_of(rig).add_rank(pb.AddRankRequest(rank=3))
+        fleet.go.set()
+        await until(lambda: status(rig, 3) == "live")
+        name = str(rig.service.life.parts.shards[3].name)
+        assert name in rig.service.life.parts.names, "a restarted controller must know it"
+        assert lives(cluster, 3) == [name]
+    async with controller(settings_of(tmp_path), cluster) as rig:
+        await rig.ready()
+        assert lives(cluster, 3) == [name], "it was adopted"
+
+
+@pytest.mark.asyncio
+async def test_a_rank_added_again_while_the_late_shard_is_ended_gets_one(tmp_path: Path) -> None:
+    cluster = cluster_of()
+    fleet = SlowFleet(cluster)
+    async with controller(settings_of(tmp_path), cluster, fleet=fleet) as rig:
+        await rig.ready()
+        fleet.go.clear()
+        await admin_of(rig).add_rank(pb.AddRankRequest(group=0))
+        await until(lambda: len(fleet.begun) == 4)
+        fleet.may_kill.clear()
+        await admin_of(rig).remove_rank(pb.RemoveRankRequest(rank=3))
+        await until(lambda: len(fleet.kills) == 1)
+        fleet.go.set()
+        await until(lambda: len(fleet.kills) == 2)  # by whoever asked, and by its maker
+        await admin_of(rig).add_rank(pb.AddRankRequest(rank=3))
+        fleet.may_kill.set()
+        await until(lambda: status(rig, 3) == "live")
+        await until(lambda: lives(cluster, 3) == [str(rig.service.life.parts.shards[3].name)])
+
+
+@pytest.mark.asyncio
+async def test_a_part_that_comes_to_life_after_its_creator_gave_up_is_ended(tmp_path: Path) -> None:
+    cluster = cluster_of()
+    fleet = SlowFleet(cluster)
+    settings = settings_of(tmp_path)
+    quick = replace(settings.supervision, strangers_s=0.05)
+    async with controller(replace(settings, supervision=quick), cluster, fleet=fleet) as rig:
+        await rig.ready()
+        fleet.go.clear()
+        fleet.gives_up = True
+        await admin_of(rig).add_rank(pb.AddRankRequest(group=0))
+        await until(lambda: len(fleet.begun) == 5)
+        late, made = fleet.begun[3:]
+        assert late in cluster.killed, "its next life may be made only then"
+        fleet.go.set()
+        await until(lambda: late in cluster.created and made in cluster.created)
+        await until(lambda: lives(cluster, 3) == [made])
+        assert status(rig, 3) == "live"
+
+
+@pytest.mark.asyncio
+async def test_parts_of_others_and_of_newer_controllers_are_not_ended(tmp_path: Path) -> None:
+    cluster = cluster_of()
+    settings = settings_of(tmp_path)
+    quick = replace(settings.supervision, strangers_s=0.05)
+    async with controller(replace(settings, supervision=quick), cluster) as rig:
+        await rig.ready()
+        theirs = [f"tiny:shard:7:{2_000_001}", "tiny:shard:7:900001", "tiny:dashboard"]
+        for name in theirs:
+            cluster.parts[name] = FakeShardPort(cluster, name, 0, 1, "node0")
+        mine = f"tiny:shard:7:{1_000_900}"
+        cluster.parts[mine] = FakeShardPort(cluster, mine, 0, 1, "node0")
+        await until(lambda: mine not in cluster.living())
+        assert set(theirs) <= set(cluster.living())
+        for name in theirs:
+            del cluster.parts[name]
+
+
+@pytest.mark.asyncio
+async def test_a_controller_whose_parts_are_anothers_by_now_ends_none_of_them(
+    tmp_path: Path,
+) -> None:
+    cluster = cluster_of()
+    settings = settings_of(tmp_path)
+    quick = replace(settings.supervision, strangers_s=0.05)
+    async with controller(replace(settings, supervision=quick), cluster) as rig:
+        await rig.ready()
+        first = rig.service.life
+        cluster.terms.add(7)
+        await until(lambda: rig.service.life is not first)
+        assert rig.service.life.term > 7
+
+
+@pytest.mark.asyncio
+async def test_a_removed_ranks_shard_that_does_not_answer_is_ended_all_the_same(
+    tmp_path: Path,
+) -> None:
+    cluster = cluster_of()
+    async with controller(settings_of(tmp_path), cluster) as rig:
+        await rig.ready()
+        cluster.deaf_kills = 1 << 30
+        await admin_of(rig).remove_rank(pb.RemoveRankRequest(rank=1))
+        await until(lambda: any("must not live on" in problem for problem in _problems(rig)))
+        shard = cluster.shard(1)
+        assert shard is not None
+    cluster.deaf_kills = 0
+    shard.hang = True
+    async with controller(settings_of(tmp_path), cluster) as rig:
+        await until(lambda: shard.name not in cluster.living())
+
+
 # -- replacing -----------------------------------------------------------------------------------
 
 
@@ -321,6 +499,78 @@ async def test_the_only_router_is_replaced_only_where_a_gap_is_accepted(tmp_path
 
 
 @pytest.mark.asyncio
+async def test_the_last_router_that_serves_is_not_replaced_while_the_other_one_is(
+    tmp_path: Path,
+) -> None:
+    cluster = cluster_of()
+    async with controller(settings_of(tmp_path, num_routers=2), cluster) as rig:
+        await rig.ready()
+        old = cluster.router("router-0")
+        assert old is not None
+        old.calls_end.clear()
+        first = pb.ReplaceRouterRequest(router="router-0")
+        asked = asyncio.ensure_future(admin_of(rig).replace_router(first))
+        await until(lambda: old.stopped_s is not None)
+        with pytest.raises(Unavailable, match="being started or ended"):
+            await admin_of(rig).replace_router(first)
+        with pytest.raises(FailedPrecondition, match="no other router serves"):
+            await admin_of(rig).replace_router(pb.ReplaceRouterRequest(router="router-1"))
+        old.calls_end.set()
+        await asked
+        await until(lambda: cluster.router("router-0") not in (old, None))
+        with pytest.raises(FailedPrecondition, match=r"has no life 99000000; its newest is"):
+            await admin_of(rig).replace_router(
+                pb.ReplaceRouterRequest(router="router-1", incarnation=99_000_000)
+            )
+
+
+@pytest.mark.asyncio
+async def test_a_replacement_that_nobody_waits_for_any_more_is_done_all_the_same(
+    tmp_path: Path,
+) -> None:
+    cluster = cluster_of()
+    async with controller(settings_of(tmp_path, num_routers=2), cluster) as rig:
+        await rig.ready()
+        old = cluster.router("router-0")
+        assert old is not None
+        old.calls_end.clear()
+        asked = asyncio.ensure_future(
+            admin_of(rig).replace_router(pb.ReplaceRouterRequest(router="router-0"))
+        )
+        await until(lambda: old.stopped_s is not None)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        with pytest.raises(FailedPrecondition, match="no other router serves"):
+            await admin_of(rig).replace_router(pb.ReplaceRouterRequest(router="router-1"))
+        old.calls_end.set()
+        await until(lambda: cluster.router("router-0") not in (old, None))
+        await rig.ready()
+
+
+@pytest.mark.asyncio
+async def test_a_router_that_was_stopped_by_a_controller_that_died_is_replaced(
+    tmp_path: Path,
+) -> None:
+    cluster = cluster_of()
+    async with controller(settings_of(tmp_path, num_routers=2), cluster) as rig:
+        await rig.ready()
+        old = cluster.router("router-0")
+        assert old is not None
+        old.calls_end.clear()
+        asked = asyncio.ensure_future(
+            admin_of(rig).replace_router(pb.ReplaceRouterRequest(router="router-0"))
+        )
+        await until(lambda: old.stopped_s is not None)
+    await asyncio.gather(asked, return_exceptions=True)
+    old.calls_end.set()
+    old.stopped = True  # its own work goes on when the controller that asked for it dies
+    async with controller(settings_of(tmp_path, num_routers=2), cluster) as rig:
+        await until(lambda: cluster.router("router-0") not in (old, None))
+        await rig.ready()
+        assert not old.alive
+
+
+@pytest.mark.asyncio
 async def test_a_controller_ends_when_it_is_asked_to_and_its_parts_live_on(tmp_path: Path) -> None:
     cluster = cluster_of()
     ended: list[BaseException] = []
@@ -345,3 +595,24 @@ async def test_a_controller_ends_when_it_is_asked_to_and_its_parts_live_on(tmp_p
         assert rig.service.life.term == 2, "term 1 has ended already"
         with pytest.raises(FailedPrecondition, match="term is 2"):
             await admin_of(rig).restart_controller(pb.RestartControllerRequest(term=9))
+
+
+@pytest.mark.asyncio
+async def test_a_controller_that_cannot_end_in_order_ends_all_the_same(tmp_path: Path) -> None:
+    class Stuck(ControllerService):
+        """Its journal does not close."""
+
+        async def stop(self) -> None:
+            await super().stop()
+            raise OSError(5, "Input/output error")
+
+    ended: list[BaseException] = []
+    service = Stuck(
+        settings_of(tmp_path), FakeFleet(cluster_of()), serve_admin=False, on_fatal=ended.append
+    )
+    await service.start()
+    service.restart_soon()
+    await until(lambda: bool(ended))
+    assert service._restarting is not None
+    await asyncio.wait({service._restarting})
+    assert isinstance(service._restarting.exception(), OSError)

@@ -120,6 +120,25 @@ async def test_a_controller_of_a_lower_term_cannot_write_any_more(tmp_path: Path
 
 
 @pytest.mark.asyncio
+async def test_what_the_owner_wrote_after_it_was_read_is_read_before_a_term_opens(
+    tmp_path: Path,
+) -> None:
+    first = await opened(tmp_path, term=1)
+    second, _ = await open_journal(tmp_path, "s", LIMITS)
+    await first.commit([transition_row(transition(7))])
+    with pytest.raises(StaleTerm, match="wrote to the journal after it was read"):
+        await second.open_term(2, snapshot_row(snapshot(2)), owner="here", starts=Starts())
+    await first.commit([transition_row(transition(8))])  # nothing of the second was written
+    await second.close()
+
+    again, image = await open_journal(tmp_path, "s", LIMITS)
+    assert [t.step_id for t in image.transitions] == [7, 8]
+    await again.open_term(2, snapshot_row(snapshot(2)), owner="here", starts=Starts())
+    for journal in (first, again):
+        await journal.close()
+
+
+@pytest.mark.asyncio
 async def test_a_full_disk_fails_the_commit_whole(tmp_path: Path) -> None:
     journal = await opened(tmp_path)
     await journal.close()

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_serve.controller.driver import Driver
 from moe_serve.controller.journal_rows import Row, RowKind, image_of
+from placement.messages.codec import encode
 from placement.messages.effects import (
     AbortAdd,
     CopyExpert,
@@ -16,6 +18,7 @@ from placement.messages.effects import (
     ShardCommand,
     VerifyExpert,
 )
+from placement.messages.events import BudgetAsked
 from placement.migration import AddState, RemoveState
 from placement.routing import RoutingTable
 from tests.fakes.controller import controller, make_cluster, make_settings, until
@@ -100,3 +103,39 @@ async def test_what_a_shard_is_told_is_in_the_journal_by_then(
     assert watch.seen["ReserveSlot"] >= 4
     assert watch.seen["CopyExpert"] >= 4
     assert watch.seen["table"] >= 4
+
+
+@pytest.mark.asyncio
+async def test_every_change_of_a_step_is_a_row_before_anything_follows_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of steps that end without a command: a journal that tells only some of it is none."""
+    watch, seen, missing = Watch(tmp_path), Counter[str](), list[str]()
+    carry_out = Driver._carry_out
+
+    def watched(self, effects):  # type: ignore[no-untyped-def]
+        if effects.transitions:
+            rows = {row.body for row in watch.rows() if row.kind is RowKind.TRANSITION}
+            seen.update(f"{t.kind}: {t.after}" for t in effects.transitions)
+            missing.extend(str(t) for t in effects.transitions if encode(t) not in rows)
+        carry_out(self, effects)
+
+    monkeypatch.setattr(Driver, "_carry_out", watched)
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        cluster.copy_s, cluster.demand = 0.3, {0: 400, 1: 10, 2: 10, 3: 10}
+        await until(lambda: bool(rig.state.copying))
+        busy = rig.state.run.steps[min(rig.state.copying)].step.slot.rank
+        await rig.service.life.driver.ask(
+            lambda n: BudgetAsked(at_s=0.0, request_id=n, rank=(busy + 1) % 3, budget_bytes=3000)
+        )
+        cluster.copy_s, cluster.demand = 0.0, {}
+        await until(lambda: seen["add: aborted"] > 0 and rig.state.run is None)
+        shard = cluster.shard(busy)
+        assert shard is not None
+        cluster.die(shard.name)
+        await until(lambda: rig.state.ranks[busy].incarnation > shard.slots.incarnation)
+        await rig.ready()
+    assert missing == []
+    assert {f"add: {s}" for s in AddState if s != AddState.PLANNED} <= seen.keys()

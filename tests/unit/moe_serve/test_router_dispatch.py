@@ -101,8 +101,10 @@ async def test_output_is_the_oracles(
     check(request, got, rtol=rtol)
     assert got.output.dtype == request.hidden.dtype
     assert (got.term, got.epoch, got.weights_version) == (1, 1, "v1")
+    assert not core.report(-1).stopped
     await core.stop()
     assert all(channel.closed for channel in world.channels)
+    assert core.report(-1).stopped, "its process lives until somebody ends it"
 
 
 @pytest.mark.asyncio

@@ -18,6 +18,14 @@ WRONG: dict[str, Callable[[SubReply], SubReply]] = {
     "of a row less": lambda r: replace(r, row_status=r.row_status[:-1]),
     "of a row more": lambda r: replace(r, row_status=np.append(r.row_status, r.row_status[:1])),
     "of an unknown status": lambda r: replace(r, row_status=np.full_like(r.row_status, 3)),
+    "of an unknown refusal": lambda r: replace(
+        r, row_status=np.full_like(r.row_status, 3), partial=r.partial[:0]
+    ),
+    "of an unknown refusal among rows": lambda r: replace(
+        r,
+        row_status=np.append(r.row_status[:-1], np.uint8(255)),
+        partial=r.partial[: int(np.count_nonzero(r.row_status[:-1] == 0))],
+    ),
     "of a sum less": lambda r: replace(r, partial=r.partial[:-1]),
     "of a sum more": lambda r: replace(r, partial=np.concatenate([r.partial, r.partial[:1]])),
     "of narrower rows": lambda r: replace(r, partial=r.partial[:, :-1]),

@@ -4,6 +4,7 @@ still runs: asked until there is an answer, all ends as where nothing is lost.""
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import grpc
 import pytest
 
 from moe_serve.controller.admin import PlacementServicer
+from moe_serve.controller.settings import RankKind
 from moe_serve.errors import MoeServeError, Unavailable
 from moe_serve.rpc import placement_pb2 as pb
+from tests.builders import PROFILE
 from tests.fakes.controller import Rig, controller, make_cluster, make_settings, shards, until
 from tests.fakes.fleet import FakeCluster
 from tests.fakes.lossy import Loss, Network
@@ -100,7 +103,9 @@ class _Source:
 async def day_of_an_operator(folder: Path, network: Network) -> dict[str, object]:
     """Everything that can be asked for, and what there is afterwards."""
     cluster = make_cluster()
-    async with controller(make_settings(folder), cluster) as rig:
+    cluster.group_slots = (4,)
+    groups = (RankKind(profile=PROFILE.name, num_slots=4),)
+    async with controller(make_settings(folder, groups=groups), cluster) as rig:
         await rest(rig)
         operator = Operator(rig, network)
         ask = operator.ask
@@ -138,17 +143,26 @@ async def day_of_an_operator(folder: Path, network: Network) -> dict[str, object
             "listed": [rig.listed(expert) for expert in range(4)],
             "draining": [rank.draining for rank in rig.state.ranks],
             "paused": rig.state.paused,
+            "ranks": [str(rank.status) for rank in rig.state.ranks],
             "asked to end": operator.restarts > 0,
         }
 
 
 async def fleet_requests(rig: Rig, cluster: FakeCluster, operator: Operator) -> None:
-    """A rank leaves and comes back, a shard and a router are replaced, the controller too."""
+    """A rank leaves and comes back, another is added and leaves, a shard and a router are replaced,
+    the controller too."""
     ask = operator.ask
     await ask("RemoveRank", pb.RemoveRankRequest(rank=2, accept_lower_floor=True))
     await until(lambda: cluster.shard(2) is None)
     await ask("AddRank", pb.AddRankRequest(rank=2))
     await until(lambda: cluster.shard(2) is not None)
+    await rest(rig)
+    added = await ask("AddRank", pb.AddRankRequest(group=0, key="one more"))
+    assert added.rank == 3, "one is added, however often it is asked for"
+    await until(lambda: cluster.shard(3) is not None)
+    await rest(rig)
+    await ask("RemoveRank", pb.RemoveRankRequest(rank=3, accept_lower_floor=True))
+    await until(lambda: cluster.shard(3) is None)
     await rest(rig)
     shard, router = cluster.shard(1), cluster.router()
     assert shard is not None
@@ -183,6 +197,11 @@ def held(cluster: FakeCluster, rank: int) -> list[int]:
     return [] if shard is None else sorted(r.expert for r in shard.slots.ledger.resident())
 
 
+def lose_most(loss: Loss, _method: str, number: int) -> Loss | None:
+    """TIMES in a row, then one that comes through: also a method's second request is lost."""
+    return loss if number % (TIMES + 1) < TIMES else None
+
+
 def nothing_lost(_method: str, _number: int) -> None:
     return None
 
@@ -195,7 +214,7 @@ async def test_every_request_of_operators_may_be_lost_and_is_done_once(tmp_path:
     assert want["parts"] == ["tiny:router:router-0", *(f"tiny:shard:{r}" for r in range(3))]
     assert want["held"] == [[0, 1, 2, 3], [], []]
     for loss in Loss:
-        network = Network(lambda _, n, loss=loss: loss if n < TIMES else None, late_s=0.005)
+        network = Network(partial(lose_most, loss), late_s=0.005)
         assert await day_of_an_operator(tmp_path / loss.name, network) == want, loss
         too_few = {method for method in UNARY if network.lost[method, loss] < TIMES}
         assert not too_few, f"{loss}: {too_few}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -271,3 +273,37 @@ def test_pages_are_whole_private_and_discardable() -> None:
     assert not kept_view.any()
     assert pages.array.size == 0
     assert mmap.PAGESIZE == PAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("failing", "number", "raises"),
+    [
+        ("map", errno.ENOMEM, MemoryError),
+        ("map", errno.EPERM, PermissionError),
+        ("madvise", errno.EINVAL, None),
+        ("madvise", errno.EPERM, PermissionError),
+    ],
+)
+def test_a_system_without_room_is_out_of_memory_one_without_huge_pages_is_well_and_others_fail(
+    monkeypatch: pytest.MonkeyPatch, failing: str, number: int, raises: type[Exception] | None
+) -> None:
+    class Refusing(mmap.mmap):
+        def __new__(cls, *given: Any, **named: Any) -> Refusing:
+            if failing == "map":
+                raise OSError(number, "no")
+            return super().__new__(cls, *given, **named)
+
+        def madvise(self, option: int, *where: int) -> None:
+            if failing == "madvise" and option == mmap.MADV_NOHUGEPAGE:
+                raise OSError(number, "no")
+            super().madvise(option, *where)
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    if raises is not None:
+        with pytest.raises(raises):
+            Pages(PAGE_BYTES)
+        return
+    pages = Pages(PAGE_BYTES)
+    pages.array[:] = 9
+    pages.discard(0, PAGE_BYTES)
+    assert not pages.array.any()

@@ -412,6 +412,7 @@ class TestCounts:
             (np.array([[0.0, 1, 2]]), r"got float64 \[1, 3\]"),
             (np.array([[0, -1, 2]]), r"^map\[0, 1\]: experts must be >= 0, got -1"),
             (np.array([[0, 1, 20_000]]), r"20001 experts; 1 to 16384 are read"),
+            (np.array([[0, 1, 3]]), r"names expert 3, but 3 physical experts hold at most"),
         ],
     )
     def test_a_map_that_is_none_is_refused(self, mapping: np.ndarray, words: str) -> None:

@@ -2,7 +2,13 @@
 
 from placement.engine import Durability
 from placement.messages import events as ev
-from placement.messages.effects import Effects, PublishTable, ReleaseSlot
+from placement.messages.effects import (
+    Effects,
+    EndRank,
+    PublishTable,
+    ReleaseSlot,
+    ReplaceRank,
+)
 from tests.engine_driver import two_ranks
 
 
@@ -78,3 +84,23 @@ def test_releases_come_late_once_there_is_room_again():
     assert not durable.may_leave(release, over_s - 0.01)
     assert durable.may_leave(release, over_s)
     assert durable.may_leave(table, 50.0)
+
+
+def test_an_emptied_shard_is_ended_only_when_routers_could_hear_of_the_table():
+    driver = two_ranks(slots=3)
+    durable = Durability(driver.engine, snapshot_every=1000)
+    end, lost = EndRank(rank=1, incarnation=1), ReplaceRank(rank=0, lost_incarnation=1)
+    emptied = ReplaceRank(rank=0, lost_incarnation=1, emptied=True)
+    assert all(durable.may_leave(c, 5.0) for c in (end, lost, emptied))
+    durable.withhold(Effects(commands=(end,)))
+    durable.all_written(driver.engine, 10.0)
+    wait_s = 2 * driver.config.drain_wait_s
+    assert durable.due_at_s == float("inf")
+    assert durable.may_leave(lost, 10.0), "nothing lives there that a call could name"
+    assert not durable.may_leave(end, 10.0)
+    assert not durable.may_leave(emptied, 11.0)
+    assert durable.due_at_s == 10.0 + wait_s
+    assert durable.due(9.9 + wait_s) == ()
+    assert durable.due(10.0 + wait_s) == (end, emptied)
+    assert durable.due(11.0 + wait_s) == ()
+    assert durable.may_leave(end, 10.0 + wait_s)

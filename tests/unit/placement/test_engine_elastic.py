@@ -7,7 +7,15 @@ from placement.config import RebalanceConfig
 from placement.engine import RebalanceEngine
 from placement.engine.state import RankStatus
 from placement.messages import events as ev
-from placement.messages.effects import EndRank, PublishTable, ReleaseSlot, ReplaceRank
+from placement.messages.effects import (
+    ComputeTarget,
+    EndRank,
+    PublishTable,
+    ReleaseSlot,
+    ReplaceRank,
+    SetRankSlots,
+)
+from placement.planner.plan import StepKind
 from placement.topology import Topology
 from tests.builders import PROFILE, make_spec, make_topology
 from tests.engine_driver import restart, two_ranks
@@ -381,3 +389,198 @@ def _third():
         num_slots=2,
         address=make_address(2, 1),
     )
+
+
+# -- asked twice, asked of what is not there ------------------------------------------------------
+
+
+def test_an_addition_asked_again_by_its_key_adds_nothing_also_after_a_restart():
+    driver = two_ranks()
+    first = add(driver, key="a1")
+    assert (first.code, first.rank) == ("ok", 2)
+    again = add(driver, key="a1")
+    assert (again.code, again.rank) == ("ok", 2)
+    assert "rank 2 was added by this request" in again.message
+    assert starts(driver) == [(2, -1)]
+    restart(driver, driver.engine.snapshot(), ())
+    assert add(driver, key="a1").rank == 2
+    assert add(driver, key="a2").rank == 3, "another request"
+    assert [add(driver).rank, add(driver).rank] == [4, 5], "without a key each adds one"
+    anew = RebalanceEngine(
+        make_spec(),
+        make_topology([4, 4]),
+        RebalanceConfig(),
+        term=9,
+        first_epoch=1,
+        start_s=0.0,
+        earlier=driver.engine.state.ranks,
+    )
+    assert [rank.asked_key for rank in anew.state.ranks] == ["", "", "a1", "a2", "", ""]
+
+
+def test_a_removed_rank_asked_back_twice_by_its_key_comes_back_once():
+    driver = three()
+    ask(driver, ev.RankRemoveAsked, rank=1)
+    assert add(driver, rank=1, key="b").code == "ok"
+    again = add(driver, rank=1, key="b")
+    assert (again.code, again.rank) == ("ok", 1)
+    assert len(starts(driver)) == 1
+    other = add(driver, rank=0, key="b")
+    assert other.code == "refused"
+    assert "the key of another request" in other.message
+
+
+def test_a_replacement_asked_again_while_the_new_shard_is_made_is_under_way():
+    driver = three()
+    ask(driver, ev.RankReplaceAsked, rank=1, incarnation=1)
+    assert driver.engine.state.ranks[1].status is RankStatus.LOST
+    again = ask(driver, ev.RankReplaceAsked, rank=1, incarnation=1)
+    assert again.code == "ok"
+    assert "has ended already" in again.message
+    assert starts(driver) == [(1, 1)]
+
+
+def test_a_replacement_asked_again_right_after_a_restart_is_under_way():
+    driver = three()
+    driver.hold = {ReleaseSlot}
+    ask(driver, ev.RankReplaceAsked, rank=1, incarnation=1)
+    restart(driver, driver.engine.snapshot(), (), silent=[1])
+    assert driver.engine.state.ranks[1].status is RankStatus.RESTORED
+    assert ask(driver, ev.RankReplaceAsked, rank=1, incarnation=1).code == "ok"
+
+
+def test_a_life_that_never_was_cannot_be_replaced():
+    driver = three()
+    answer = ask(driver, ev.RankReplaceAsked, rank=1, incarnation=99)
+    assert answer.code == "refused"
+    assert "has no shard 99; its newest is 1" in answer.message
+    assert not driver.engine.state.ranks[1].draining
+
+
+def test_what_is_asked_of_a_removed_rank_names_the_way_back():
+    driver = three(slots=6)
+    ask(driver, ev.RankRemoveAsked, rank=1)
+    for kind in (ev.RankReplaceAsked, ev.DrainAsked):
+        assert "add it again first" in ask(driver, kind, rank=1).message
+    ask(driver, ev.DrainAsked, rank=2)
+    driver.lose(2)
+    assert "undrain it" in ask(driver, ev.RankReplaceAsked, rank=2).message
+
+
+def test_a_lost_rank_without_which_experts_are_missing_is_not_given_up():
+    driver = two_ranks(slots=4)
+    driver.wait(40.0)
+    driver.lose(0)
+    driver.lose(1)
+    answer = ask(driver, ev.RankRemoveAsked, rank=0)
+    assert answer.code == "refused"
+    assert "add a rank first" in answer.message
+    assert answer.missing_bytes > 0
+    driver.join(0, 2)
+    driver.join(1, 2)
+    driver.wait(60.0)
+    assert driver.table.missing() == ()
+
+
+# -- replacement: drained ranks, budgets, operators who change their minds -------------------------
+
+
+def test_a_drained_rank_that_dies_while_its_shard_is_replaced_gets_the_new_shard():
+    driver = three()
+    driver.hold = {ReleaseSlot}
+    ask(driver, ev.DrainAsked, rank=1)
+    ask(driver, ev.RankReplaceAsked, rank=1)
+    driver.lose(1)
+    assert starts(driver) == [(1, 1)]
+    restart(driver, driver.engine.snapshot(), ())
+    assert driver.engine.state.ranks[1].wants_shard
+    driver.join(1, 2)
+    assert driver.engine.state.ranks[1].drained_by == (ev.DrainCause.OPERATOR,)
+    driver.lose(1)
+    assert not driver.engine.state.ranks[1].wants_shard, "it was replaced once"
+    assert starts(driver) == [(1, 1)]
+
+
+def test_an_undrain_of_a_rank_that_nobody_drains_takes_nothing_from_it():
+    driver = three(floor=2, slots=6)
+    before = driver.keys()[1]
+    ask(driver, ev.RankReplaceAsked, rank=1)
+    assert driver.engine.state.ranks[1].status is RankStatus.LOST
+    ask(driver, ev.UndrainAsked, rank=1)
+    driver.join(1, 2)
+    assert driver.keys()[1] == before
+
+
+def test_a_replaced_rank_with_a_raised_budget_is_filled_once_it_has_its_slots_again():
+    driver = three()
+    ask(driver, ev.BudgetAsked, rank=1, budget_bytes=6 * 1000)
+    assert driver.engine.state.ranks[1].num_slots == 6
+    driver.hold = {SetRankSlots}
+    state = driver.engine.state.ranks[1]
+    owed = [s.key for s in state.slots]
+    ask(driver, ev.RankReplaceAsked, rank=1)
+    assert state.owed_keys == owed
+    driver.join(1, 2)
+    assert state.wanted_slots == 6
+    assert "refill" not in driver.rules("started")
+    driver.let_go()
+    assert "refill" in driver.rules("started")
+    assert state.owed_keys == []
+    assert set(driver.keys()[1]) >= {key for key in owed if key >= 0}
+
+
+def test_a_budget_may_change_while_a_shard_is_replaced():
+    driver = three(slots=6)
+    driver.hold = {ReleaseSlot}
+    ask(driver, ev.RankReplaceAsked, rank=1)
+    assert ask(driver, ev.BudgetAsked, rank=1, budget_bytes=4 * 1000).code == "ok"
+    driver.let_go()
+    driver.wait(20.0)
+    assert driver.engine.state.ranks[1].status is RankStatus.LOST
+    driver.join(1, 2)
+    driver.wait(20.0)
+    assert driver.engine.state.ranks[1].num_slots == 4
+    driver.check_agreement()
+
+
+def test_a_plan_that_fills_a_rank_on_its_way_out_is_not_applied():
+    driver = three(slots=6)
+    driver.close_window({0: 5000.0})
+    driver.feed(ev.PlanAsked(at_s=0.0, request_id=900, policy="eplb"))
+    plan_id = driver.answers[900].plan_id
+    stored = next(s for s in driver.engine.state.stored if s.plan_id == plan_id)
+    rank = min(s.slot.rank for s in stored.plan.steps if s.kind is StepKind.ADD)
+    driver.hold = {ComputeTarget}
+    ask(driver, ev.DrainAsked, rank=rank)
+    answer = ask(driver, ev.ApplyAsked, plan_id=plan_id)
+    assert answer.code == "refused"
+    assert f"rank {rank} is being emptied since" in answer.message
+    assert "compute the plan again" in answer.message
+
+
+# -- what a restart must not break ----------------------------------------------------------------
+
+
+def test_an_empty_rank_leaves_though_no_table_may_be_published_yet():
+    driver = three()
+    driver.hold = {ReleaseSlot}
+    ask(driver, ev.RankRemoveAsked, rank=1)
+    tables = restart(driver, driver.engine.snapshot(), driver.transitions, silent=[2])
+    driver.wait(1.0)
+    while driver.engine.state.ranks[1].status is not RankStatus.REMOVED:
+        driver.wait(1.0)
+        assert driver.now_s < 25.0, "rank 2 is waited for; rank 1 is not"
+    assert ends(driver) == [(1, 1)]
+    assert len(driver.tables) == tables, "rank 2 may still say what it holds"
+    driver.join(2, shard=driver.shards[2])
+    assert [entry.rank for entry in driver.table.ranks] == [0, 2]
+    assert driver.table.missing() == ()
+
+
+def test_a_rank_that_was_added_and_never_came_keeps_no_repair_waiting_after_a_restart():
+    driver = three(floor=2, slots=6)
+    add(driver)
+    restart(driver, driver.engine.snapshot(), ())
+    driver.lose(1)
+    assert "repair" in driver.rules("started")
+    assert driver.now_s < 1.0

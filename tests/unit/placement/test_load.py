@@ -136,6 +136,21 @@ def test_a_gap_that_is_never_filled_is_passed_over():
     assert load.acked_seq("router-0", 1) == REORDER_MAX + 2
 
 
+def test_what_comes_late_behind_a_gap_that_was_passed_over_still_counts():
+    """Every other number is missing; giving the first of them up says nothing of the others."""
+    load = folder()
+    for seq in range(0, 2 * REORDER_MAX + 6, 2):
+        assert load.add_demand(demand(seq, [0], [1]), 10.0)
+    counted = REORDER_MAX + 3
+    given_up = load.acked_seq("router-0", 1)
+    for seq in range(1, 2 * REORDER_MAX + 6, 2):
+        counted += load.add_demand(demand(seq, [0], [1]), 10.0)
+    window = load.close(10.5)
+    assert int(window.demand.sum()) == counted
+    assert counted >= 2 * (REORDER_MAX + 3) - (given_up + 1) // 2 - 1
+    assert given_up < REORDER_MAX
+
+
 def test_a_source_that_starts_again_counts_from_zero():
     load = folder()
     for incarnation in range(1, INCARNATIONS_MAX + 2):

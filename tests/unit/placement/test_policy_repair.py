@@ -194,6 +194,7 @@ GOOD = make_request(SPEC, make_topology([4, 4]), make_layout([[0, 1, -1, -1], [2
         ({"scenarios": np.ones((0, 2, 1, 4))}, "scenarios have shape"),
         ({"scenarios": -np.ones((1, 2, 1, 4))}, "scenarios must be finite and >= 0"),
         ({"scenarios": np.full((1, 2, 1, 4), np.inf)}, "scenarios must be finite and >= 0"),
+        ({"scenarios": np.full((1, 2, 1, 4), 1e30)}, r"scenarios must be below 1e\+30"),
         ({"weights": np.ones(2)}, "weights must be 1 finite"),
         ({"weights": -np.ones(1)}, "weights must be 1 finite"),
         ({"weights": np.full(1, 0.5)}, "weights must sum to 1, got 0.5"),
