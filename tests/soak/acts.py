@@ -151,6 +151,8 @@ class Hands:
         from ray.exceptions import RayError
 
         choices, part = POINTS[act.kind], f"rank {act.rank}"
+        # It may just have been given up for an earlier fault that looked healed.
+        wait_until(f"{part} lives", lambda: part in self._faults.actor_names())
         self._faults.order_shard(part, choices[act.variant % len(choices)])
         try:
             yield

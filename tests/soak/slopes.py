@@ -7,9 +7,9 @@ every peer) is left out.
 Two questions are asked of a life. Memory is noisy and large: the readings are cut into blocks, and
 the slope of the blocks' medians over the moves made meanwhile is estimated with its interval; it
 leaks where even the lower end of the interval is above the bar. Counts (file descriptors, threads,
-tasks) are small and jump with the load, but what has leaked never comes back: their floor, the
-lowest reading of a third, must not be higher in the last third than in the first by more than the
-bar.
+tasks) are small and jump with the load, with faults and with peers that come and go, but what has
+leaked never comes back: it lifts every reading. So neither the lowest nor the median reading of a
+third alone tells: both must be higher in the last third than in the first by more than the bar.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ COUNT_BAR = 2.0
 WARM_UP_SHARE = 0.25
 WARM_UP_S = 60.0
 """Left out of a life: the longer of these, but never more than half."""
-COUNTS_LIFE_S = 90.0
-"""Shortest life whose counts are judged ..."""
+COUNTS_LIFE_S = 300.0
+"""Shortest life whose counts are judged: each third has seen several faults come and go ..."""
 RSS_LIFE_S = 600.0
 """... and whose memory is: before, every process still fills its caches and pools."""
 RSS_MOVES = 50
@@ -89,7 +89,7 @@ class Slope:
 @dataclass(frozen=True, slots=True)
 class Growth:
     """What one life shows. rss: MB a 100 moves; rss_per_h: MB an hour; both None where the life has
-    too few readings or moves. counts: gain of each count's floor. judged: what was held to a bar.
+    too few readings or moves. counts: gain of each (`gain_of`). judged: what was held to a bar.
     leaks: in words."""
 
     part: str
@@ -131,11 +131,13 @@ def slope_of(x: Sequence[float], y: Sequence[float], blocks: int = BLOCKS) -> Sl
 
 
 def gain_of(values: Sequence[float]) -> float:
-    """Lowest value of the last third minus that of the first; 0 with fewer than six."""
+    """By how much the lowest and the median value of the last third both exceed those of the first;
+    0 with fewer than six."""
     third = len(values) // 3
     if third < 2:
         return 0.0
-    return min(values[-third:]) - min(values[:third])
+    first, last = values[:third], values[-third:]
+    return min(min(last) - min(first), float(np.median(last) - np.median(first)))
 
 
 def growth_of(life: Life) -> Growth:
@@ -181,7 +183,7 @@ def growth_of(life: Life) -> Growth:
 
 
 def _grown(readings: Sequence[Reading], name: str) -> str:
-    """Which kinds of a count have a higher floor at the end, in words."""
+    """Which kinds of a count are more at the end, in words."""
     told = [one.kinds[name] for one in readings if name in one.kinds]
     names = sorted({kind for one in told for kind in one})
     gains = {kind: gain_of([float(one.get(kind, 0)) for one in told]) for kind in names}

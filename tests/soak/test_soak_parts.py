@@ -25,7 +25,7 @@ from tests.soak.dice import (
 )
 from tests.soak.load import LATE, UNTYPED, WRONG, Failure
 from tests.soak.rig import EXPERTS, HIDDEN
-from tests.soak.slopes import COUNTS_LIFE_S, RSS_LIFE_S, Life, Reading, growth_of, slope_of
+from tests.soak.slopes import COUNTS_LIFE_S, RSS_LIFE_S, Life, Reading, gain_of, growth_of, slope_of
 from tests.soak.verdict import judge_failures, table_of_faults, table_of_growth
 
 HOUR = 240
@@ -103,6 +103,13 @@ def test_a_planted_leak_of_memory_is_found(seed: int) -> None:
 def test_a_planted_leak_of_descriptors_is_found() -> None:
     (leak,) = growth_of(life(300.0, fds_per_s=0.05)).leaks
     assert "fds grew by" in leak
+
+
+def test_peers_that_come_and_go_are_no_leak() -> None:
+    """One was away at first, or one more is there for a while at the end."""
+    assert gain_of([20.0] * 5 + [30.0] * 25) == 0.0
+    assert gain_of([30.0] * 20 + [40.0] * 8 + [30.0] * 2) == 0.0
+    assert gain_of([30.0] * 10 + [33.0] * 20) == 3.0
 
 
 def test_a_short_life_is_not_judged() -> None:
