@@ -162,7 +162,14 @@ class EngineDriver:
 
     # -- events ----------------------------------------------------------------------------------
 
-    def join(self, rank: int, incarnation: int = 1, shard: ShardSlots | None = None) -> Effects:
+    def join(
+        self,
+        rank: int,
+        incarnation: int = 1,
+        shard: ShardSlots | None = None,
+        resident: Sequence[ev.ResidentSlot] | None = None,
+    ) -> Effects:
+        """A rank's shard tells of itself. resident: what it says it holds; None is what it does."""
         spec = self.topology.ranks[rank]
         shard = shard or ShardSlots(
             rank=rank,
@@ -181,7 +188,7 @@ class EngineDriver:
                 profile=spec.profile,
                 num_slots=shard.ledger.num_slots,
                 address=make_address(rank, shard.incarnation),
-                resident=shard.ledger.resident(),
+                resident=shard.ledger.resident() if resident is None else tuple(resident),
             )
         )
 

@@ -25,7 +25,7 @@ from tests.fakes.controller import (
     make_settings,
     until,
 )
-from tests.fakes.fleet import FakeCluster, FakeFleet, FakeShardPort
+from tests.fakes.fleet import FakeCluster, FakeFleet, FakeRouterPort, FakeShardPort
 
 GROUP_SLOTS = (4, 6)
 
@@ -498,6 +498,18 @@ async def test_the_only_router_is_replaced_only_where_a_gap_is_accepted(tmp_path
         await until(lambda: cluster.router() not in (old, None))
 
 
+async def a_replacement(rig: Rig) -> tuple[FakeRouterPort, asyncio.Future[Any]]:
+    """router-0 is replaced, and its open calls do not end: it, and the request that waits."""
+    old = rig.cluster.router("router-0")
+    assert old is not None
+    old.calls_end.clear()
+    asked = asyncio.ensure_future(
+        admin_of(rig).replace_router(pb.ReplaceRouterRequest(router="router-0"))
+    )
+    await until(lambda: old.stopped_s is not None)
+    return old, asked
+
+
 @pytest.mark.asyncio
 async def test_the_last_router_that_serves_is_not_replaced_while_the_other_one_is(
     tmp_path: Path,
@@ -505,14 +517,9 @@ async def test_the_last_router_that_serves_is_not_replaced_while_the_other_one_i
     cluster = cluster_of()
     async with controller(settings_of(tmp_path, num_routers=2), cluster) as rig:
         await rig.ready()
-        old = cluster.router("router-0")
-        assert old is not None
-        old.calls_end.clear()
-        first = pb.ReplaceRouterRequest(router="router-0")
-        asked = asyncio.ensure_future(admin_of(rig).replace_router(first))
-        await until(lambda: old.stopped_s is not None)
+        old, asked = await a_replacement(rig)
         with pytest.raises(Unavailable, match="being started or ended"):
-            await admin_of(rig).replace_router(first)
+            await admin_of(rig).replace_router(pb.ReplaceRouterRequest(router="router-0"))
         with pytest.raises(FailedPrecondition, match="no other router serves"):
             await admin_of(rig).replace_router(pb.ReplaceRouterRequest(router="router-1"))
         old.calls_end.set()
@@ -531,13 +538,7 @@ async def test_a_replacement_that_nobody_waits_for_any_more_is_done_all_the_same
     cluster = cluster_of()
     async with controller(settings_of(tmp_path, num_routers=2), cluster) as rig:
         await rig.ready()
-        old = cluster.router("router-0")
-        assert old is not None
-        old.calls_end.clear()
-        asked = asyncio.ensure_future(
-            admin_of(rig).replace_router(pb.ReplaceRouterRequest(router="router-0"))
-        )
-        await until(lambda: old.stopped_s is not None)
+        old, asked = await a_replacement(rig)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         with pytest.raises(FailedPrecondition, match="no other router serves"):
@@ -554,13 +555,7 @@ async def test_a_router_that_was_stopped_by_a_controller_that_died_is_replaced(
     cluster = cluster_of()
     async with controller(settings_of(tmp_path, num_routers=2), cluster) as rig:
         await rig.ready()
-        old = cluster.router("router-0")
-        assert old is not None
-        old.calls_end.clear()
-        asked = asyncio.ensure_future(
-            admin_of(rig).replace_router(pb.ReplaceRouterRequest(router="router-0"))
-        )
-        await until(lambda: old.stopped_s is not None)
+        old, asked = await a_replacement(rig)
     await asyncio.gather(asked, return_exceptions=True)
     old.calls_end.set()
     old.stopped = True  # its own work goes on when the controller that asked for it dies

@@ -14,7 +14,6 @@ from placement.messages.effects import (
     VerifyExpert,
 )
 from placement.migration import AddState, RemoveState
-from tests.builders import make_address
 from tests.engine_driver import restart, two_ranks
 
 
@@ -24,19 +23,7 @@ def sent(driver, kind):
 
 def speaks(driver, rank, resident):
     """The rank's present life tells that it holds this."""
-    spec, shard = driver.topology.ranks[rank], driver.shards[rank]
-    return driver.feed(
-        ev.RankJoined(
-            at_s=0.0,
-            rank=rank,
-            node=spec.node,
-            failure_domain=spec.failure_domain,
-            profile=spec.profile,
-            num_slots=shard.ledger.num_slots,
-            address=make_address(rank, shard.incarnation),
-            resident=tuple(resident),
-        )
-    )
+    return driver.join(rank, shard=driver.shards[rank], resident=resident)
 
 
 def listed_on(driver, rank):
