@@ -3,169 +3,46 @@ threads, tasks and pins as they were."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import threading
-from collections.abc import Callable
+import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-import zmq
 
-from moe_serve.ports import RowStatus, SubCall
-from moe_serve.shard.assembly import Shard
-from moe_serve.shard.pages import process_resident_bytes
-from moe_serve.wire.channel import ZmqShardChannel
-from moe_serve.wire.server import Reply, WireServer
-from moe_serve.wire.wire_messages import WireMessage
-from placement.messages.effects import CopySource, ReleaseSlot
-from placement.messages.events import SlotReleased
-from placement.routing import RankAddress
-from tests.fake_shards import until
-from tests.fakes.marker_experts import add, marker_model, marker_shard
-from tests.fakes.sub_calls import sub_call, sub_reply
+from tests.cli_process import ROOT
+from tests.fakes.marker_experts import marker_model
+from tests.kinds.moved_often import PARTS, TIMES, Seen
 
-pytestmark = [pytest.mark.loopback, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.loopback, pytest.mark.timeout(180)]
 
-TIMES = 1000
-WARM = 100
 ALLOWED = 2
 """Descriptors, threads and tasks more than before."""
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def print_slopes(what: str, seen: dict[str, list[float]], per: int) -> None:
-    """Least-squares slopes over equal steps, each of `per` repetitions."""
+def seen_of(what: str) -> Seen:
+    """Figures of `moved_often`; their least-squares slopes are printed."""
+    command = [sys.executable, "-m", "tests.kinds.moved_often", what]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    seen: Seen = json.loads(done.stdout.splitlines()[-1])
     for name, values in seen.items():
-        slope = np.polyfit(np.arange(len(values)), values, 1)[0] / per * 100
+        slope = np.polyfit(np.arange(len(values)), values, 1)[0] / (TIMES / PARTS) * 100
         print(f"{what}: {name} {values[0]:.0f} -> {values[-1]:.0f}, {slope:+.2f} per 100")
-
-
-def watch(
-    figures: dict[str, Callable[[], float]], step: Callable[[int], None]
-) -> dict[str, list[float]]:
-    """Figures before, and after each of ten parts of the repetitions."""
-    for number in range(WARM):
-        step(number)
-    seen: dict[str, list[float]] = {name: [read()] for name, read in figures.items()}
-    part = TIMES // 10
-    for number in range(TIMES):
-        step(WARM + number)
-        if number % part == part - 1:
-            for name, read in figures.items():
-                seen[name].append(read())
     return seen
 
 
-class Ends:
-    """Two shards of one process over loopback, and where the expert is."""
-
-    def __init__(self) -> None:
-        model = marker_model()
-        self.shards = [marker_shard(model=model, rank=rank, num_slots=3) for rank in range(2)]
-        self.addresses = [shard.start() for shard in self.shards]
-        self.steps = 0
-        self.at, self.slot = 0, 0
-        self.tag = self.add(0, 0, CopySource(rank=-1))
-
-    def add(self, rank: int, slot: int, source: CopySource) -> int:
-        self.steps += 1
-        return add(self.shards[rank], slot, 1, step_id=self.steps, source=source)
-
-    def release(self, rank: int, slot: int, tag: int) -> None:
-        self.steps += 1
-        shard = self.shards[rank]
-        command = ReleaseSlot(
-            step_id=self.steps, rank=rank, incarnation=1, slot=slot, slot_tag=tag, layer=0, expert=1
-        )
-        answer = shard.execute(1, command)
-        assert isinstance(answer, SlotReleased), answer
-
-    def move(self, number: int) -> None:
-        """From the rank it is on to the other, into another slot each time."""
-        goal, slot = 1 - self.at, number % 3
-        source = CopySource(
-            rank=self.at, slot=self.slot, slot_tag=self.tag, address=self.addresses[self.at]
-        )
-        tag = self.add(goal, slot, source)
-        self.release(self.at, self.slot, self.tag)
-        self.at, self.slot, self.tag = goal, slot, tag
-
-    def stop(self) -> None:
-        for shard in self.shards:
-            shard.stop()
-
-
-def held_bytes(shard: Shard) -> int:
-    report = shard.report(-1)
-    return report.resident_bytes + report.reserved_bytes
-
-
 def test_an_expert_that_moves_back_and_forth_leaves_nothing_behind() -> None:
-    before = threading.active_count()
-    ends = Ends()
-    memory = lambda name: sum(getattr(s.report(-1).memory, name) for s in ends.shards)  # noqa: E731
-    figures: dict[str, Callable[[], float]] = {
-        "held_bytes": lambda: sum(held_bytes(shard) for shard in ends.shards),
-        "slab_bytes": lambda: memory("slab_bytes"),
-        "loaded_bytes": lambda: memory("loaded_bytes"),
-        "pinned_slots": lambda: sum(
-            slot.pinned for shard in ends.shards for slot in shard.core.slots.ledger.slots
-        ),
-        "open_copies": lambda: sum(shard.copies.num_open for shard in ends.shards),
-        "descriptors": descriptors,
-        "threads": threading.active_count,
-        "resident_bytes_of_process": process_resident_bytes,
-    }
-    seen = watch(figures, ends.move)
-    print_slopes("migration", seen, TIMES // 10)
+    seen = seen_of("migration")
     for name in ("held_bytes", "slab_bytes", "loaded_bytes"):
         assert seen[name][-1] == seen[name][0], name
     assert seen["held_bytes"][0] == marker_model().expert.held_bytes
     assert seen["pinned_slots"][-1] == 0
-    for name in ("descriptors", "threads", "open_copies"):
-        assert abs(seen[name][-1] - seen[name][0]) <= ALLOWED, (name, seen[name])
-    ends.stop()
-    assert threading.active_count() <= before + ALLOWED
+    for name in ("descriptors", "threads", "open_copies", "threads_of_none"):
+        assert seen[name][-1] <= seen[name][0] + ALLOWED, (name, seen[name])
 
 
-def echo(message: WireMessage, reply: Reply) -> None:
-    if isinstance(message, SubCall):
-        served = [RowStatus.SERVED] * len(message.rows)
-        reply(sub_reply(message.rows, served, call_id=message.call_id, sub_id=message.sub_id))
-
-
-@pytest.mark.asyncio
-async def test_a_router_that_connects_anew_a_thousand_times_leaves_nothing_behind() -> None:
-    server = WireServer(echo)
-    server.bind()
-    server.start()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    address = RankAddress(rank=0, node="n", address=server.address, incarnation=1)
-    rows = np.ones((1, 8), np.float32)
-    figures: dict[str, Callable[[], float]] = {
-        "descriptors": descriptors,
-        "threads": threading.active_count,
-        "tasks": lambda: len(asyncio.all_tasks()),
-        "resident_bytes_of_process": process_resident_bytes,
-    }
-    seen: dict[str, list[float]] = {name: [] for name in figures}
-    for number in range(WARM + TIMES):
-        channel = ZmqShardChannel(address, context=context)
-        call = sub_call(rows, [(0, 0, 1, 1.0, 0)], call_id=number, sub_id=number)
-        assert (await channel.forward(call)).call_id == number
-        await channel.close()
-        if number >= WARM and (number - WARM) % 100 == 0:
-            for name, read in figures.items():
-                seen[name].append(read())
-    for name, read in figures.items():
-        seen[name].append(read())
-    print_slopes("reconnect", seen, 100)
-    # ZeroMQ closes behind one's back: what is closed goes a moment later.
+def test_a_router_that_connects_anew_a_thousand_times_leaves_nothing_behind() -> None:
+    seen = seen_of("reconnects")
     for name in ("descriptors", "threads", "tasks"):
-        await until(lambda name=name: figures[name]() <= seen[name][0] + ALLOWED, 5.0)
-    server.stop()
-    context.destroy(0)
+        assert seen[name][-1] <= seen[name][0] + ALLOWED, (name, seen[name])
