@@ -115,7 +115,7 @@ def test_a_caller_may_break_off(tmp_path: Path) -> None:
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         build_manifest(Checkpoint.open(write_checkpoint(tmp_path / "m")), "float32", stop)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_the_weights_digest_depends_on_weights_and_dtype_only(tmp_path: Path) -> None:
