@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moe_serve.controller.parts import AnyPart
 from moe_serve.controller.service import ControllerService
 from moe_serve.controller.settings import (
     ControllerSettings,
@@ -22,6 +23,14 @@ from tests.fakes.fleet import FakeCluster, FakeFleet, FakeShardPort
 
 SLOTS = [4, 4, 4]
 WAIT_S = 8.0
+
+
+class NoHost:
+    """A host of `Polls`. Nothing follows from what is found out."""
+
+    def farewell(self, _part: AnyPart) -> None: ...
+
+    def suspects_changed(self) -> None: ...
 
 
 class Crash(BaseException):

@@ -35,6 +35,7 @@ from placement.messages.events import AnyEvent
 from placement.roles.router_records import RouterRules
 from placement.topology import NUM_PHASES, Phase
 from tests.fake_shards import until
+from tests.fakes.controller import NoHost
 from tests.fakes.lossy import Lossy, Network, at_random
 from tests.fakes.served import EXPERTS, LAYER, TOP_K, Served, a_request, check, serving
 
@@ -53,14 +54,6 @@ class AliveFleet:
 
     async def alive(self, _name: str) -> bool:
         return True
-
-
-class NoHost:
-    """Nothing follows from what is found out."""
-
-    def farewell(self, _part: AnyPart) -> None: ...
-
-    def suspects_changed(self) -> None: ...
 
 
 class RouterSide:

@@ -24,6 +24,7 @@ from placement.topology import Phase
 from tests.builders import make_topology
 from tests.engine_driver import EngineDriver
 from tests.fake_shards import HIDDEN, FakeWorld, marker_spec, router_settings, until
+from tests.fakes.controller import NoHost
 
 SPEC = marker_spec(num_layers=1)
 RANKS = 3
@@ -112,7 +113,7 @@ class Service:
             clock=self.clock,  # type: ignore[arg-type]
             parts=self.parts,
             folder=self.folder,
-            host=None,  # type: ignore[arg-type]  # no part's life ends
+            host=NoHost(),
             post=self._post,
             fenced=lambda _error: None,
         )
