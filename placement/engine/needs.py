@@ -52,7 +52,7 @@ def next_need(turn: Turn) -> bool:
             return False
         _repair(turn)
         return True
-    plan = cleanup_plan(turn)
+    plan = cleanup_plan(turn) if state.published or _short_of_room(turn) else None
     if plan is not None:
         start_run(turn, plan, "cleanup", rule="cleanup")
         return True
@@ -67,6 +67,19 @@ def next_need(turn: Turn) -> bool:
     if state.published and not turn.layout().missing():
         tell_floor(turn)
     return _asked(turn)
+
+
+def _short_of_room(turn: Turn) -> bool:
+    """Whether the first table has to wait for slots that orphans hold. Else they are freed after
+    it: an earlier controller's table may list them, and acknowledgements of that one's epochs say
+    nothing."""
+    free = sum(
+        s.use is SlotUse.EMPTY
+        for r in turn.state.ranks
+        if r.status is RankStatus.LIVE and not r.draining
+        for s in r.slots
+    )
+    return len(turn.layout().missing()) > free
 
 
 def _asked(turn: Turn) -> bool:

@@ -3,12 +3,14 @@
 import msgspec
 import pytest
 
+from placement.engine import RebalanceEngine
 from placement.engine.state import RankStatus, SlotUse
 from placement.messages import events as ev
 from placement.messages.effects import (
     AbortAdd,
     ComputeTarget,
     CopyExpert,
+    PublishTable,
     ReleaseSlot,
     ReserveSlot,
     VerifyExpert,
@@ -203,3 +205,25 @@ def test_a_target_asked_for_before_a_restart_is_not_waited_for_after_it():
     assert driver.engine.state.outstanding is None
     driver.close_window({0: 5000.0})
     assert "target_outstanding" not in driver.rules()
+
+
+def test_without_a_journal_nothing_is_freed_before_there_is_a_table_of_ones_own():
+    """A slot that is not taken up may stand in the last table of an earlier controller; that its
+    routers use that table, and say so by its number, acknowledges nothing."""
+    driver = two_ranks(slots=6)
+    old = driver.table
+    driver.engine = RebalanceEngine(
+        driver.spec, driver.topology, driver.config, term=2, first_epoch=old.epoch + 1, start_s=0.0
+    )
+    driver.hold.add(ReleaseSlot)
+    driver.commands.clear()
+    driver.feed(ev.RouterJoined(at_s=0.0, router="r0", incarnation=1))
+    for said in driver.acks(old.epoch):
+        driver.feed(said)
+    resident = driver.shards[0].ledger.resident()
+    twin = msgspec.structs.replace(resident[0], slot=5, tag=99)
+    driver.join(0, shard=driver.shards[0], resident=[*resident, twin])
+    driver.join(1, incarnation=2)  # it holds nothing, so experts are missing
+    kinds = [type(command) for command in driver.commands]
+    assert ReleaseSlot in kinds, "one of the two is given up"
+    assert kinds.index(PublishTable) < kinds.index(ReleaseSlot)
