@@ -71,8 +71,8 @@ def next_need(turn: Turn) -> bool:
 
 def _short_of_room(turn: Turn) -> bool:
     """Whether the first table has to wait for slots that orphans hold. Else they are freed after
-    it: an earlier controller's table may list them, and acknowledgements of that one's epochs say
-    nothing."""
+    it: an earlier controller's table may list them, and while no router has joined yet nobody is
+    waited for."""
     free = sum(
         s.use is SlotUse.EMPTY
         for r in turn.state.ranks

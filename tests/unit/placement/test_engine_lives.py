@@ -208,8 +208,8 @@ def test_a_target_asked_for_before_a_restart_is_not_waited_for_after_it():
 
 
 def test_without_a_journal_nothing_is_freed_before_there_is_a_table_of_ones_own():
-    """A slot that is not taken up may stand in the last table of an earlier controller; that its
-    routers use that table, and say so by its number, acknowledges nothing."""
+    """A slot that is not taken up may stand in the last table of an earlier controller, which
+    routers use until they have another."""
     driver = two_ranks(slots=6)
     old = driver.table
     driver.engine = RebalanceEngine(
