@@ -37,6 +37,8 @@ READY_S = 6.0
 failed aside for 5 s, and try to connect again each 2 s."""
 NO_ANSWER = (Unavailable, CannotReach, DeadlineExceeded)
 """What a request meets whose answer is lost, or that nobody heard."""
+SERVING = ("up", "draining")
+"""States of a rank whose shard serves."""
 QUIET = ("steady", "paused")
 """States of a service in which nothing moves."""
 
@@ -126,7 +128,7 @@ class Roll:
         name = f"rank {number}"
 
         def is_there(seen: pb.GetPlacementResponse) -> bool:
-            return seen.ranks[number].state in ("up", "draining", "removed")
+            return seen.ranks[number].state in (*SERVING, "removed")
 
         # It may have died since the roll began, or the controller may have come back just now.
         before = self._wait(f"{name} is up", name, is_there).ranks[number]
@@ -140,7 +142,7 @@ class Roll:
         def is_back(seen: pb.GetPlacementResponse) -> bool:
             now = seen.ranks[number]
             return now.state == "removed" or (
-                now.incarnation > before.incarnation and now.state in ("up", "draining")
+                now.incarnation > before.incarnation and now.state in SERVING
             )
 
         if self._has_left(self._wait(f"{name} has a new shard", name, is_back).ranks[number]):
@@ -192,7 +194,7 @@ class Roll:
         self._ask(lambda: self.admin.restart_controller(before.term))
 
         def is_back(seen: pb.GetPlacementResponse) -> bool:
-            whole = all(r.state in ("up", "draining", "removed") for r in seen.ranks)
+            whole = all(r.state in (*SERVING, "removed") for r in seen.ranks)
             routers = all(r.state == "up" and r.applied_epoch >= 0 for r in seen.routers)
             return seen.term > before.term and whole and routers and not seen.missing
 

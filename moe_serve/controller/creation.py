@@ -120,8 +120,7 @@ class PartCreator:
             self._host.farewell(part)
         self._parts.forget_problem(f"rank {rank}")
         for name in self._names_of(PartKind.SHARD, str(rank)):
-            self._ending.add(name)
-            self._tasks.spawn(self.end_stranger(name))
+            self.end_soon(name)
 
     async def end_late(self, earlier_terms: bool) -> None:
         """For ever: end parts that live and are in no list. Their creation was given up, because
@@ -146,8 +145,7 @@ class PartCreator:
             for name in sorted(set(alive) - self._parts.names.keys() - self._ending):
                 part = parse(self._service_id, name)
                 if part is not None and first <= part.incarnation <= last:
-                    self._ending.add(name)
-                    self._tasks.spawn(self.end_stranger(name))
+                    self.end_soon(name)
 
     async def end(self, name: str) -> None:
         """End a part and forget its name."""
@@ -155,10 +153,14 @@ class PartCreator:
         self._parts.names.pop(name, None)
         await self._journal.commit([part_row(name, self._clock.now_s(), gone=True)])
 
-    async def end_stranger(self, name: str) -> None:
-        """End a living part that must not live on. Tries again while the cluster gives no answer,
-        until `end_within_s` is over; why it still lives is then a problem for people."""
+    def end_soon(self, name: str) -> None:
+        """End a living part that must not live on, beside the rest. Tries again while the cluster
+        gives no answer, until `end_within_s` is over; why it still lives is then a problem for
+        people."""
         self._ending.add(name)
+        self._tasks.spawn(self._end_noted(name))
+
+    async def _end_noted(self, name: str) -> None:
         try:
             await self._end_stranger(name)
         finally:

@@ -235,7 +235,7 @@ class Life:
         """Adopted parts first, then what the engine must know to be gone, then what is missing."""
         for name in [*self.beginning.adopted.to_end, *self._of_removed()]:
             # Beside the rest: the cluster's head may be away, and those who serve do not wait.
-            self._tasks.spawn(self.creator.end_stranger(name))
+            self.creator.end_soon(name)
         for part in self._found():
             part.heard_s = self.clock.now_s()
             self.parts.add(part)
