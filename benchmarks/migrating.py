@@ -7,8 +7,9 @@ checked: every contribution added exactly once. Then, on a service that notes no
 and without moves take turns, beside pairs of blocks without: p99 of calls, processor seconds of the
 service a call.
 
-One rank of four is empty at any time. A block with moves empties another one into it, so layouts
-before and after a block are alike.
+One rank of four holds few experts at any time. A block with moves takes most of another one's, so
+layouts before and after a block are alike, and calls have rows for all four ranks all the time: an
+empty rank that fills would add a sub-call to each of them, which is no cost of moving.
 
 Responsible for the order of the parts, the table and the file. A missed bar is printed and written,
 and the program still exits 0; it raises where an output is wrong or a call fails. About ten
@@ -36,9 +37,12 @@ if TYPE_CHECKING:
 
 EXPERTS, HIDDEN, LAYERS, RANKS = 64, 64, 2, 4
 SLOTS = 46
-"""Three ranks hold 43 of the 128 experts each, and have a free slot to receive into."""
+"""Three ranks hold some 39 of the 128 experts each, and have free slots to receive into."""
+FEW = 12
+"""Experts that a rank keeps when others are taken from it: six of 64 a layer, so 32 rows of two
+experts have some for it in 498 of 500 calls."""
 COPY_BYTES_PER_S = 300_000
-"""Into each rank; an expert is 49,152 bytes, so 43 of them take about seven seconds into one."""
+"""Into each rank; an expert is 49,152 bytes, so 27 of them take about four seconds into one."""
 ROWS, AUDIT_ROWS, OPEN_CALLS = 32, 128, 3
 CONTRIBUTIONS_LEAST = 1_000_000
 ROUNDS = 20
@@ -120,16 +124,19 @@ def _config(folder: Path, name: str) -> ServiceConfig:
 
 
 class Mover:
-    """Empties one rank after another. `empty`: the one that holds nothing now."""
+    """Takes experts from one rank after another: all, or most of them."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         service.wait_quiet()
         service.admin.pause("the benchmark moves experts itself")
-        self.empty = 0
-        self._drain(0)
+        self._slot_bytes = int(service.placement().slot_bytes)
+        self._rank = RANKS - 1
 
-    def _drain(self, rank: int) -> None:
+    def empty_next(self) -> None:
+        """The next rank is left with nothing until the one after it is."""
+        self._service.admin.undrain(self._rank)
+        self._rank = rank = (self._rank + 1) % RANKS
         self._service.admin.drain(rank)
         self._service.wait(
             f"rank {rank} is empty",
@@ -137,12 +144,28 @@ class Mover:
             120.0,
         )
 
-    def move(self) -> None:
-        """The next rank becomes the empty one: its experts go where room is, most of it on the one
-        that was empty."""
-        self._service.admin.undrain(self.empty)
-        self.empty = (self.empty + 1) % RANKS
-        self._drain(self.empty)
+    def thin_next(self) -> None:
+        """The next rank is left with few: its experts go where room is, most of them to the one
+        that held few. By a smaller budget, which is given back at once."""
+        from tests.chaos.marker_service import nothing_moves
+
+        self._rank = rank = (self._rank + 1) % RANKS
+        for slots in (FEW, SLOTS):
+            self._service.admin.set_budget(rank, slots * self._slot_bytes)
+            self._service.wait(
+                f"rank {rank} has {slots} slots, and nothing moves",
+                lambda p, slots=slots: p.ranks[rank].num_slots == slots and nothing_moves(p),
+                120.0,
+            )
+
+    def stay(self) -> None:
+        """Nothing moves for a block; the placement is looked at as often as while it does."""
+        from tests.service_cluster import POLL_S
+
+        until_s = time.monotonic() + BLOCK_S
+        while time.monotonic() < until_s:
+            self._service.placement()
+            time.sleep(POLL_S)
 
 
 def _moves_done(service: Service) -> int:
@@ -166,7 +189,7 @@ def _audit(folder: Path, seed: int, contributions: int) -> dict[str, Any]:
         with load(service.routers, shape, seed) as front_end:
             while not all(moved.values()) or front_end.answered * shape.pairs < contributions:
                 before = locations(service.placement())
-                mover.move()
+                mover.empty_next()
                 after = locations(service.placement())
                 for key in after:
                     moved[key] += bool(set(after[key]) - set(before[key]))
@@ -211,6 +234,7 @@ def _blocks(folder: Path, seed: int, rounds: int) -> dict[str, Any]:
     blocks: list[Block] = []
     with running(_config(folder, "mig-blocks")) as service:
         mover = Mover(service)
+        mover.thin_next()
         pids = [*service.pids().values(), service.controller_pid()]
         with load(service.routers, _shape(), seed) as front_end:
             time.sleep(BLOCK_S)  # first calls are slower
@@ -226,9 +250,9 @@ def _blocks(folder: Path, seed: int, rounds: int) -> dict[str, Any]:
 def _block(service: Service, mover: Mover, pids: Sequence[int], *, moving: bool) -> Block:
     moves, cpu_s, from_s = _moves_done(service), _cpu_s(pids), time.monotonic()
     if moving:
-        mover.move()
+        mover.thin_next()
     else:
-        time.sleep(BLOCK_S)
+        mover.stay()
     to_s = time.monotonic()
     cpu_s = _cpu_s(pids) - cpu_s
     return Block(moving, from_s, to_s, cpu_s, _moves_done(service) - moves)

@@ -10,6 +10,7 @@ out: whoever drives the engine does both.
 from __future__ import annotations
 
 from placement.engine.engine import RebalanceEngine
+from placement.engine.state import NEVER_S
 from placement.messages.effects import (
     AnyCommand,
     Effects,
@@ -23,7 +24,6 @@ RELEASE_WAITS = 2
 """Drain waits after which slots are freed, and emptied shards ended, again once there is room: the
 table without them left only then, and routers have to hear of it and to finish what they have in
 flight."""
-_NEVER_S = float("inf")
 
 
 class Durability:
@@ -93,7 +93,7 @@ class Durability:
     @property
     def due_at_s(self) -> float:
         """When to ask for `due`; infinite where nothing is kept."""
-        return self._releases_from_s if self._ends else _NEVER_S
+        return self._releases_from_s if self._ends else NEVER_S
 
     def due(self, at_s: float) -> tuple[AnyCommand, ...]:
         """Kept commands whose time has come, in their order; they are kept no more."""

@@ -9,7 +9,9 @@ the slope of the blocks' medians over the moves made meanwhile is estimated with
 leaks where even the lower end of the interval is above the bar. Counts (file descriptors, threads,
 tasks) are small and jump with the load, with faults and with peers that come and go, but what has
 leaked never comes back: it lifts every reading. So neither the lowest nor the median reading of a
-third alone tells: both must be higher in the last third than in the first by more than the bar.
+third alone tells: both must be higher in the last third than in the first by more than the bar. And
+a leak goes on: a count that rises in one step and stays (a pool's threads or a socket's context,
+made when they are first needed) has not risen in both halves of the way.
 """
 
 from __future__ import annotations
@@ -130,14 +132,26 @@ def slope_of(x: Sequence[float], y: Sequence[float], blocks: int = BLOCKS) -> Sl
     return Slope(float(np.median(slopes)), float(slopes[least]), float(slopes[most]))
 
 
+def thirds_of(values: Sequence[float]) -> tuple[Sequence[float], ...]:
+    """First, middle and last third; nothing of fewer than six."""
+    third = len(values) // 3
+    return (values[:third], values[third:-third], values[-third:]) if third >= 2 else ()
+
+
 def gain_of(values: Sequence[float]) -> float:
     """By how much the lowest and the median value of the last third both exceed those of the first;
     0 with fewer than six."""
-    third = len(values) // 3
-    if third < 2:
+    if not (thirds := thirds_of(values)):
         return 0.0
-    first, last = values[:third], values[-third:]
+    first, _, last = thirds
     return min(min(last) - min(first), float(np.median(last) - np.median(first)))
+
+
+def goes_on(values: Sequence[float]) -> bool:
+    """Whether the median rises from each third to the next. (The upper one of an even number: half
+    of a step is no level.)"""
+    levels = [sorted(third)[len(third) // 2] for third in thirds_of(values)]
+    return len(levels) > 0 and all(a < b for a, b in pairwise(levels))
 
 
 def growth_of(life: Life) -> Growth:
@@ -148,9 +162,8 @@ def growth_of(life: Life) -> Growth:
     rss = slope_of([one.moves / 100 for one in warm], rss_mb)
     rss_per_h = slope_of([one.at_s / 3600 for one in warm], rss_mb)
     names = sorted({name for one in warm for name in one.counts})
-    counts = {
-        name: gain_of([one.counts[name] for one in warm if name in one.counts]) for name in names
-    }
+    values = {name: [one.counts[name] for one in warm if name in one.counts] for name in names}
+    counts = {name: gain_of(of) for name, of in values.items()}
     judged: list[str] = []
     leaks: list[str] = []
     who = f"{life.part} (process {life.pid}, {life.seconds:.0f} s, {moves} moves)"
@@ -159,7 +172,7 @@ def growth_of(life: Life) -> Growth:
         leaks += [
             f"{who}: {name} grew by {gain:.0f}, allowed are {COUNT_BAR:.0f}{_grown(warm, name)}"
             for name, gain in counts.items()
-            if gain > COUNT_BAR
+            if gain > COUNT_BAR and goes_on(values[name])
         ]
     if life.seconds >= RSS_LIFE_S and moves >= RSS_MOVES and rss is not None:
         judged.append("rss")

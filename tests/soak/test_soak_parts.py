@@ -25,7 +25,16 @@ from tests.soak.dice import (
 )
 from tests.soak.load import LATE, UNTYPED, WRONG, Failure
 from tests.soak.rig import EXPERTS, HIDDEN
-from tests.soak.slopes import COUNTS_LIFE_S, RSS_LIFE_S, Life, Reading, gain_of, growth_of, slope_of
+from tests.soak.slopes import (
+    COUNTS_LIFE_S,
+    RSS_LIFE_S,
+    Life,
+    Reading,
+    gain_of,
+    goes_on,
+    growth_of,
+    slope_of,
+)
 from tests.soak.verdict import judge_failures, table_of_faults, table_of_growth
 
 HOUR = 240
@@ -110,6 +119,26 @@ def test_peers_that_come_and_go_are_no_leak() -> None:
     assert gain_of([20.0] * 4 + [30.0] * 26) == 0.0
     assert gain_of([30.0] * 20 + [40.0] * 8 + [30.0] * 2) == 0.0
     assert gain_of([30.0] * 10 + [33.0] * 20) == 3.0
+
+
+@pytest.mark.parametrize("at", [1, 9, 10, 15, 20, 29])
+def test_what_is_made_late_but_once_is_no_leak(at: int) -> None:
+    assert not goes_on([30.0] * at + [35.0] * (30 - at))
+    assert goes_on([30.0] * 10 + [31.0] * 10 + [33.0] * 10)
+    late = life(600.0)
+    for one in late.readings[-60:]:
+        one.counts["threads"] += 5.0
+    growth = growth_of(late)
+    assert growth.counts["threads"] == 5.0
+    assert growth.leaks == ()
+
+
+def test_what_is_made_again_and_again_is_a_leak() -> None:
+    twice = life(600.0)
+    for n, one in enumerate(twice.readings):
+        one.counts["threads"] += 2.0 * ((n > 65) + (n > 88))
+    (leak,) = growth_of(twice).leaks
+    assert "threads grew by 4" in leak
 
 
 def test_a_short_life_is_not_judged() -> None:
