@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,11 +38,9 @@ class KeptService:
     def start(self) -> ServiceRecord:
         """See `Hands`. One of another service file is not taken over: `up` refuses it. Also what a
         Ray that dies meanwhile, or a disk without room, does to a start is one that is refused."""
-        from ray.exceptions import RayError
-
         try:
             return self._started()
-        except (RayError, OSError) as error:
+        except _and_rays(OSError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise StartRefused(f"the start was cut short: {lines[0]}") from error
 
@@ -76,14 +75,12 @@ class KeptService:
     def controller_gone(self, record: ServiceRecord) -> bool:
         """See `Hands`. Where Ray does not answer nothing could be started either, and routers and
         shards may well serve on."""
-        from ray.exceptions import RayError
-
-        from moe_serve.bootstrap.fleet import actor_names, controller_name
-
         try:
             with self._joined(record):
+                from moe_serve.bootstrap.fleet import actor_names, controller_name
+
                 return controller_name(self.service) not in actor_names(self.service)
-        except (StartRefused, RayError, ConnectionError) as error:
+        except _and_rays(StartRefused, ConnectionError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             self.progress(f"neither {self.service} nor its Ray answers: {lines[0]}")
             return False
@@ -105,14 +102,16 @@ class KeptService:
     def _end_orphans(self, record: ServiceRecord) -> None:
         """Parts on a cluster of others that have no controller any more. Its journal is not closed:
         the next controller goes on from it."""
-        from ray.exceptions import RayError
+        try:
+            with self._joined(record):
+                from moe_serve.bootstrap.fleet import actor_names, kill_actor
 
-        from moe_serve.bootstrap.fleet import actor_names, kill_actor
-
-        # Where Ray is away now, the next start says so and is tried again.
-        with contextlib.suppress(StartRefused, RayError, ConnectionError), self._joined(record):
-            for name in actor_names(self.service):
-                kill_actor(name)
+                for name in actor_names(self.service):
+                    kill_actor(name)
+        except _and_rays(StartRefused, ConnectionError) as error:
+            # The next start says so too, and is tried again.
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            self.progress(f"parts that have no controller are not ended yet: {lines[0]}")
 
     @contextlib.contextmanager
     def _joined(self, record: ServiceRecord) -> Iterator[None]:
@@ -123,6 +122,13 @@ class KeptService:
             join_auth(os.environ, Path.home())
         with command_connected(record.ray_address):
             yield
+
+
+def _and_rays(*errors: type[Exception]) -> tuple[type[Exception], ...]:
+    """These and Ray's errors. Ray is imported only once its authentication is set up, and before
+    that it has raised nothing."""
+    module = sys.modules.get("ray.exceptions")
+    return errors if module is None else (*errors, module.RayError)
 
 
 def keep(

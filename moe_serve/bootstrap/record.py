@@ -87,7 +87,10 @@ def kept(service: str) -> Iterator[None]:
 
 
 def is_kept(service: str) -> bool:
-    """Whether a program on this machine starts the service again whenever it dies."""
+    """Whether a program on this machine starts the service again whenever it dies. Asking leaves
+    nothing behind, whatever the name."""
+    if f"{service}.keep.lock" not in {file.name for file in state_home().glob("*.keep.lock")}:
+        return False
     try:
         with kept(service):
             return False
@@ -142,14 +145,15 @@ def write_record(record: ServiceRecord) -> None:
 def read_record(service: str = "") -> ServiceRecord:
     """Record of a service; of the only one where no name is given. Raises NotFound naming what
     there is."""
-    found = sorted(state_home().glob("*.service.json"))
-    if service:
-        found = [file for file in found if file.name == f"{service}.service.json"]
+    there = sorted(state_home().glob("*.service.json"))
+    found = [file for file in there if service in ("", file.name.removesuffix(".service.json"))]
     if len(found) != 1:
-        names = ", ".join(file.name.removesuffix(".service.json") for file in found) or "none"
+        names = ", ".join(file.name.removesuffix(".service.json") for file in there) or "none"
+        what = f"no record of service {service!r}" if service else "no single service record"
+        step = "name one of those found, start one" if there else "start one"
         raise NotFound(
-            f"no single service record under {state_home()} (found: {names}); "
-            "start one with `moe-serve up -f FILE` or give --address"
+            f"{what} under {state_home()} (found: {names}); {step} with `moe-serve up -f FILE`, "
+            "or give --address"
         )
     try:
         return msgspec.json.decode(found[0].read_bytes(), type=ServiceRecord)

@@ -49,6 +49,8 @@ from moe_serve.config import ServiceConfig
 from moe_serve.controller.journal_store import peek
 from moe_serve.errors import NotFound, StartRefused
 from moe_serve.router.faults import ContributionFault
+from moe_serve.rpc.auth import TokenFile
+from moe_serve.rpc.options import channel_credentials
 from moe_serve.wire.security import CurveKeys
 from placement.topology import MoeSpec
 
@@ -118,6 +120,8 @@ def _up(
     # What the files alone can say is said before anything starts.
     checked_model(config)
     check_journal(config)
+    if not address:
+        check_files(config)
     if dead is not None and dead.ray_temp_dir:
         progress(f"clearing away what the last {config.service!r} left, which died")
         clear_dead(dead)
@@ -219,6 +223,16 @@ def head_alive(record: ServiceRecord) -> bool:
     return local_ray_alive(record.ray_pids[:1], record.ray_temp_dir)
 
 
+def check_files(config: ServiceConfig) -> None:
+    """Raises StartRefused where a token or TLS file that the service file names cannot be used by
+    a service on this machine."""
+    security = config.security
+    if security.token_file is not None:
+        TokenFile(security.token_file)
+    if security.tls_ca_file is not None:
+        channel_credentials(security.tls_ca_file)
+
+
 def check_journal(config: ServiceConfig) -> None:
     """Raises StartRefused where this machine holds a journal of the service with which no
     controller of this version could go on."""
@@ -266,7 +280,9 @@ def connected(address: str, *, ship: bool = False) -> Iterator[RayHead]:
     try:
         yield head
     finally:
-        ray.shutdown()
+        # Leaving gives every signal back to the system, whatever Python thinks its handler is.
+        with handlers_kept():
+            ray.shutdown()
 
 
 def package_folders() -> tuple[Path, Path]:
@@ -353,10 +369,14 @@ def _answer(reference: Any, timeout_s: float) -> Mapping[str, Any]:
     """What the starting controller says. Raises StartRefused where its process ended or is
     silent."""
     import ray
-    from ray.exceptions import RayError
+    from ray.exceptions import GetTimeoutError, RayError
 
     try:
         said: Mapping[str, Any] = ray.get(reference, timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise StartRefused(
+            f"the controller did not answer within {timeout_s:g} s; give it longer with `--wait`"
+        ) from error
     except RayError as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise StartRefused(f"the controller ended or hangs while it starts: {lines[0]}") from error
@@ -383,7 +403,8 @@ def _start(plan: PartsPlan, wait_s: float, progress: Progress, drill: Drill) -> 
         if time.monotonic() > deadline_s:
             problems: Sequence[str] = state["problems"]
             raise StartRefused(
-                f"not ready within {wait_s:g} s: {problems[0] if problems else 'no reason given'}"
+                f"not ready within {wait_s:g} s: {problems[0] if problems else 'no reason given'}; "
+                "where it only needs longer, raise `--wait`"
             )
         time.sleep(0.1)
     admin = str(state["admin_address"])

@@ -43,8 +43,9 @@ def exit_code_of(error: MoeServeError | ConfigInvalid) -> ExitCode:
 
 
 def error_lines(error: MoeServeError | ConfigInvalid) -> list[str]:
-    """What a person reads: one line, and one for each field the error names."""
+    """What a person reads: one line, and one for each field the error names, unless the first says
+    the same."""
     if isinstance(error, ConfigInvalid):
         return [str(fault) for fault in error.faults]
-    fields = [f"  {one.field}: {one.description}" for one in error.violations]
-    return [f"error: {error.message}", *fields]
+    fields = [f"{one.field}: {one.description}" for one in error.violations]
+    return [f"error: {error.message}", *(f"  {one}" for one in fields if one != error.message)]

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from moe_serve.config.schema import ServiceConfig
+from moe_serve.config.schema import PATTERN_WORDS, RULE_BROKEN, ServiceConfig
 
 FILE_BYTES_MAX = 64 << 10
 """A service file is a page of text; anything larger is a mistake. PyYAML takes about a kilobyte for
@@ -43,7 +43,7 @@ _MALFORMED = (
 
 @dataclass(frozen=True, slots=True)
 class ConfigFault:
-    """One thing wrong: `line` and `column` count from 1."""
+    """One thing wrong: `line` and `column` count from 1; both are 0 where the file was not read."""
 
     file: str
     line: int
@@ -52,8 +52,8 @@ class ConfigFault:
     problem: str
 
     def __str__(self) -> str:
-        where = f"{self.file}:{self.line}:{self.column}: "
-        return f"{where}{self.field}: {self.problem}" if self.field else f"{where}{self.problem}"
+        where = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+        return ": ".join(part for part in (where, self.field, self.problem) if part)
 
 
 class ConfigInvalid(ValueError):
@@ -65,20 +65,23 @@ class ConfigInvalid(ValueError):
 
 
 def load_config(path: str | Path) -> ServiceConfig:
-    """Read and check a service file. Raises ConfigInvalid; a file that cannot be read is a fault at
-    1:1."""
+    """Read and check a service file. Raises ConfigInvalid; a file that cannot be read is a fault
+    without a place."""
     file = Path(path)
     try:
         if file.exists() and not file.is_file():
             # A pipe or a device may never end.
-            raise ConfigInvalid((_fault(str(path), None, "", "cannot be read: no regular file"),))
+            raise _unread(path, "no regular file")
         with file.open("rb") as stream:
             data = stream.read(FILE_BYTES_MAX + 1)
     except OSError as error:
-        raise ConfigInvalid(
-            (_fault(str(path), None, "", f"cannot be read: {error.strerror}"),)
-        ) from error
+        raise _unread(path, str(error.strerror)) from error
     return parse_config(data, str(path))
+
+
+def _unread(path: str | Path, why: str) -> ConfigInvalid:
+    problem = f"cannot be read: {why}; give the path of a service file"
+    return ConfigInvalid((ConfigFault(str(path), 0, 0, "", problem),))
 
 
 def parse_config(data: bytes, file: str) -> ServiceConfig:
@@ -187,6 +190,9 @@ def _from_pydantic(item: Any, root: yaml.Node, file: str) -> ConfigFault:
         if close:
             problem += f"; did you mean {close[0]}?"
         return _fault(file, mark, field, problem)
+    if item["type"] == RULE_BROKEN:
+        return _fault(file, mark, field, problem)
+    problem = PATTERN_WORDS.get(item.get("ctx", {}).get("pattern"), problem)
     if loc and known and not isinstance(item["input"], dict):
         problem = f"{problem} (got {_shown(item['input'])})"
         expected = item.get("ctx", {}).get("expected")

@@ -8,11 +8,21 @@ struct it needs.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from placement.config import RebalanceConfig
 
@@ -48,7 +58,14 @@ def parse_bytes(value: Any) -> Any:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, le=BYTES_MAX)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+Name = Annotated[str, Field(pattern=_NAME)]
+PATTERN_WORDS = {
+    _NAME: "want at most 63 of A-Z a-z 0-9 . _ - and the first one a letter or a digit",
+}
+"""What a pattern allows, in words, for whoever wrote something else."""
+RULE_BROKEN = "rule_broken"
+"""Type of a fault against a rule between fields; it stands at the field that is to be changed."""
 
 
 class _Section(BaseModel):
@@ -120,7 +137,7 @@ class RankGroup(_Section):
     """Slots a rank has, staging slots included. Exactly one of budget and slots."""
     backend: Literal["numpy", "torch", "emulated"] = "numpy"
     """Compute backend."""
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda)$")] = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     """Device of the torch backend."""
     profile: Name
     """A name under `profiles`."""
@@ -277,20 +294,37 @@ class ServiceConfig(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ServiceConfig:
-        known = {profile.name for profile in self.profiles}
-        if len(known) != len(self.profiles):
-            raise ValueError("profiles: two profiles have one name")
+        broken = [*self._profile_faults(), *self._network_faults()]
+        if broken:
+            raise ValidationError.from_exception_data(type(self).__name__, broken)
+        return self
+
+    def _profile_faults(self) -> Iterator[InitErrorDetails]:
+        names = [profile.name for profile in self.profiles]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                yield _broken(("profiles", number, "name"), name, f"two profiles are named {name}")
         for number, group in enumerate(self.fleet.ranks):
-            if group.profile not in known:
-                raise ValueError(
-                    f"fleet.ranks.{number}.profile: {group.profile!r} is not under profiles "
-                    f"({sorted(known)})"
+            if group.profile not in names:
+                yield _broken(
+                    ("fleet", "ranks", number, "profile"),
+                    group.profile,
+                    f"{group.profile!r} is not under profiles ({sorted(set(names))})",
                 )
+
+    def _network_faults(self) -> Iterator[InitErrorDetails]:
         if self.network == "cluster" and not (
             self.security.complete or self.security.accept_insecure
         ):
-            raise ValueError(
-                "network: cluster needs security.token_file, tls_cert_file and tls_key_file, "
-                "or accept_insecure: true (--i-accept-insecure)"
+            yield _broken(
+                ("network",),
+                self.network,
+                "cluster needs security.token_file, tls_cert_file and tls_key_file, "
+                "or accept_insecure: true (--i-accept-insecure)",
             )
-        return self
+
+
+def _broken(loc: tuple[int | str, ...], value: str, problem: str) -> InitErrorDetails:
+    # As a value of the template: pydantic would read braces in the problem itself.
+    kind = PydanticCustomError(RULE_BROKEN, "{problem}", {"problem": problem})
+    return InitErrorDetails(type=kind, loc=loc, input=value)

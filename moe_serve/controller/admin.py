@@ -14,7 +14,13 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc.aio
 
-from moe_serve.controller.admin_checks import check_count, check_text, raise_for, wrong
+from moe_serve.controller.admin_checks import (
+    check_count,
+    check_rank,
+    check_text,
+    raise_for,
+    wrong,
+)
 from moe_serve.controller.admin_fleet import FleetAdmin
 from moe_serve.controller.book import KeptRecord
 from moe_serve.controller.life import Life
@@ -342,9 +348,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         raise_for(answer)
 
     def _check_rank(self, rank: int) -> None:
-        count = len(self._source.life.driver.engine.state.ranks)
-        if not 0 <= rank < count:
-            raise wrong("rank", f"{rank} must lie in [0, {count})")
+        check_rank(rank, len(self._source.life.driver.engine.state.ranks))
 
     @contextmanager
     def _watching(self) -> Iterator[None]:

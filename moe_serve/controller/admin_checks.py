@@ -6,6 +6,8 @@ Responsible for typed errors that name the field and the limit. Must never ask t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from moe_serve.errors import (
     FailedPrecondition,
     FieldViolation,
@@ -13,10 +15,13 @@ from moe_serve.errors import (
     NotFound,
     ResourceExhausted,
 )
+from moe_serve.ports import NodeInfo
 from placement.messages.effects import Answer
 
 TEXT_MAX = 200
 """Characters of a reason, plan id, policy, key, node or router name in a request."""
+NODES_SHOWN_MAX = 8
+"""Nodes that a refusal names at most."""
 
 
 def raise_for(answer: Answer) -> None:
@@ -47,6 +52,25 @@ def check_text(field: str, text: str, *, needed: bool = False) -> None:
         raise wrong(field, f"has {len(text)} characters, at most {TEXT_MAX} are taken")
     if needed and not text:
         raise wrong(field, "must be given")
+
+
+def check_rank(rank: int, count: int) -> None:
+    """Raises InvalidArgument where a service of `count` ranks has none of that number."""
+    if not 0 <= rank < count:
+        raise wrong("rank", f"{rank} must lie in [0, {count}); see `moe-serve status`")
+
+
+def check_node(node: str, nodes: Iterable[NodeInfo]) -> None:
+    """Raises InvalidArgument where no alive node has that name. No nodes at all = the cluster gave
+    no answer: anything may be right then."""
+    known = sorted({one.node for one in nodes if one.alive})
+    if not known or node in known:
+        return
+    more = len(known) - NODES_SHOWN_MAX
+    named = ", ".join(known[:NODES_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+    raise wrong(
+        "node", f"the cluster has no alive node {node!r}; leave it out, or name one of {named}"
+    )
 
 
 def check_count(field: str, value: int) -> None:

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from moe_serve.controller.admin_checks import check_text, raise_for, wrong
+from moe_serve.controller.admin_checks import (
+    check_node,
+    check_rank,
+    check_text,
+    raise_for,
+    wrong,
+)
 from moe_serve.controller.life import Life
 from moe_serve.controller.settings import ControllerSettings
 from moe_serve.errors import FailedPrecondition
@@ -61,6 +67,8 @@ class FleetAdmin:
             profile, num_slots = named.profile, named.num_slots
         else:
             profile, num_slots = groups[kind].profile, groups[kind].num_slots
+        if back < 0:
+            await self._check_node(request)
         answer = await self._source.life.driver.ask(
             lambda n: RankAddAsked(
                 at_s=0.0,
@@ -128,14 +136,26 @@ class FleetAdmin:
         return pb.RestartControllerResponse(term=request.term or term)
 
     def _known_rank(self, rank: int) -> int:
-        count = len(self._source.life.driver.engine.state.ranks)
-        if not 0 <= rank < count:
-            raise wrong("rank", f"{rank} must lie in [0, {count})")
+        check_rank(rank, len(self._source.life.driver.engine.state.ranks))
         return rank
+
+    async def _check_node(self, request: pb.AddRankRequest) -> None:
+        """Raises InvalidArgument where the only node that a new rank may run on does not exist."""
+        life = self._source.life
+        known = request.key and any(
+            rank.asked_key == request.key for rank in life.driver.engine.state.ranks
+        )
+        # Whoever asks again is told of the rank there is, though its node may have died since.
+        if request.node and not known:
+            check_node(request.node, await life.supervision.nodes())
 
     def _kind(self, group: int, count: int) -> int:
         if not count:
             raise FailedPrecondition("this service was started without groups; add none to it")
         if not 0 <= group < count:
-            raise wrong("group", f"{group} must lie in [0, {count})")
+            raise wrong(
+                "group",
+                f"{group} must lie in [0, {count}); groups are the entries of fleet.ranks in the "
+                "service file, see `moe-serve status` for the ranks there are",
+            )
         return group

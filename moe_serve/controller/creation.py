@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from moe_serve.controller.clock import DriverClock
@@ -59,8 +59,9 @@ class Welcome(Protocol):
 
 
 class PartCreator:
-    """Creates the parts of one life. `host` is called with each part that answers. `rank_place`:
-    where a rank's shard belongs now, None where it is to have none."""
+    """Creates the parts of one life. `host` is called with each part that answers. `routers`: those
+    there are to be. `rank_place`: where a rank's shard belongs now, None where it is to have
+    none."""
 
     def __init__(  # noqa: PLR0913  # it meets fleet, journal and driver
         self,
@@ -76,11 +77,13 @@ class PartCreator:
         limits: SupervisionLimits,
         post: Callable[[AnyEvent], Awaitable[None]],
         fenced: Callable[[StaleTerm], None],
+        routers: Collection[str],
         router_ports: Mapping[str, int],
         rank_place: Callable[[int], RankPlace | None],
     ) -> None:
         self._service_id = service_id
         self._fleet = fleet
+        self._routers = routers
         self._router_ports = dict(router_ports)
         self._rank_place = rank_place
         self._journal = journal
@@ -106,7 +109,11 @@ class PartCreator:
         self._make(PartKind.SHARD, str(rank), part)
 
     def replace_router(self, router: str) -> None:
-        """Create a router, ending the life there was."""
+        """Create a router, ending the life there was; one that is not to be only ends, drained."""
+        if router not in self._routers:
+            for name in self._names_of(PartKind.ROUTER, router):
+                self.end_soon(name)
+            return
         self._make(PartKind.ROUTER, router, self._parts.routers.get(router))
 
     def end_shard(self, rank: int) -> None:

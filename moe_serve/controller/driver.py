@@ -348,9 +348,9 @@ class Driver:
                 self._executor.start(command)
 
     def _disk_full(self, error: JournalFull) -> None:
+        self._durable.forget_told()
         if not self.problem:
             self.problem = f"no new moves: {error.message}"
-            self._durable.forget_told()
             self._paused_here = not self.engine.state.paused
             if self._paused_here:
                 self._post_soon(PauseAsked(at_s=0.0, request_id=OWN_REQUEST, reason=self.problem))

@@ -142,6 +142,7 @@ class Life:
             limits=self.settings.supervision,
             post=self._post,
             fenced=self._fenced,
+            routers=self.settings.routers,
             router_ports=self.beginning.router_ports,
             rank_place=self._rank_place,
         )

@@ -19,7 +19,7 @@ from moe_serve.controller.publisher import Publisher
 from moe_serve.controller.settings import SupervisionLimits
 from moe_serve.controller.tasks import Tasks
 from moe_serve.errors import FailedPrecondition, MoeServeError, ResourceExhausted
-from moe_serve.ports import Fleet
+from moe_serve.ports import Fleet, NodeInfo
 from placement.engine.state import RankState, RankStatus
 from placement.load import LoadFolder
 from placement.messages.effects import Answer
@@ -97,15 +97,20 @@ class Supervision:
         """Evacuate the ranks of draining nodes; let ranks that have left them hold replicas
         again."""
         while True:
-            try:
-                async with asyncio.timeout(self._limits.call_timeout_s):
-                    nodes = await self._fleet.nodes()
-            except (TimeoutError, MoeServeError):
-                nodes = ()  # the cluster's head may be away; what is known of parts stays
+            nodes = await self.nodes()
             leaving = {n.node for n in nodes if n.alive and n.draining_deadline_s is not None}
             if nodes:
                 await self._follow(leaving)
             await asyncio.sleep(self._limits.nodes_s)
+
+    async def nodes(self) -> tuple[NodeInfo, ...]:
+        """The cluster's nodes, () where it gives no answer: its head may be away, and what is known
+        of parts stays."""
+        try:
+            async with asyncio.timeout(self._limits.call_timeout_s):
+                return await self._fleet.nodes()
+        except (TimeoutError, MoeServeError):
+            return ()
 
     async def _follow(self, leaving: set[str]) -> None:
         """Make the engine's node drains those of `leaving`. A rank without a shard is left alone:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -123,6 +124,8 @@ def run_demo(options: DemoOptions) -> int:
 
     Raises StartRefused where cluster or service will not start. Leaves nothing running in any case.
     """
+    if options.json_file is not None:
+        _check_writable(options.json_file)
     screen = Screen(options.quiet)
     end_as_interrupted()
     try:
@@ -282,6 +285,12 @@ async def _ledgers(config: ServiceConfig) -> tuple[list[Any], list[Any]]:
                 if len(page.entries) < LEDGER_PAGE:
                     break
     return shards, routers
+
+
+def _check_writable(file: Path) -> None:
+    """Minutes later it would be too late. Raises StartRefused."""
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise StartRefused(f"--json {file} cannot be written; name a file in a folder of yours")
 
 
 def _write(file: Path, found: dict[str, Any], results: list[Check]) -> None:

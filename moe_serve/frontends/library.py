@@ -19,7 +19,7 @@ def registry() -> Any:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise StartRefused(
-            "this front end needs transformers >= 5: pip install 'moe-serve[transformers]'"
+            "this front end needs transformers >= 5: pip install 'transformers>=5'"
         ) from error
     return ALL_EXPERTS_FUNCTIONS
 

@@ -150,6 +150,12 @@ def from_rpc_error(error: grpc.RpcError) -> MoeServeError:
                 break  # not ours: the code and text of the call itself are left
             if _NAMES.get(status.code) == code:
                 return from_status(status)
+    if code == grpc.StatusCode.UNIMPLEMENTED.name:
+        return FailedPrecondition(
+            f"that port does not serve this call ({text}): requests go to a router, commands to "
+            "the controller's admin port, at the addresses that `moe-serve up` printed; or it is "
+            "of another version"
+        )
     return _build(code, text, (), None)
 
 

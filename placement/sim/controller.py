@@ -224,8 +224,8 @@ class SimController(Part):
 
     def _disk_full(self, effects: Effects) -> None:
         """New moves stop; what must be remembered waits until it is."""
+        self._durable.forget_told()
         if not self._durable.withheld and not self._paused_here:
-            self._durable.forget_told()
             if not self.engine.state.paused:
                 self._paused_here = True
                 pause = ev.PauseAsked(at_s=0.0, request_id=OWN_REQUEST, reason="the disk is full")

@@ -54,8 +54,9 @@ PAIRS_SLOTS = 9
 """With so many a rank, one of them for copies on their way, every expert is held exactly twice."""
 REROUTED_BAR_S, BALANCED_BAR_S, RESTORED_BAR_S, SPREAD_BAR_S = 1.0, 10.0, 30.0, 0.25
 MIGRATIONS, BURST = 20, 150
-SHORT_S = 2.0
-"""Time of a call that may name an expert nobody holds."""
+SHORT_S = 10.0
+"""Time of a call that may name an expert nobody holds: it ends by what the router knows, not by the
+clock of a busy machine."""
 EACH = 3
 KILLS_MAX = 12
 UNUSED = ("RouterPort.stop",)

@@ -1,4 +1,5 @@
-"""`up` and the demo are killed while they start: nothing that they had started is left."""
+"""`up` and the demo are killed while they start, and a keeper is told to end: nothing that they had
+started is left."""
 
 from __future__ import annotations
 
@@ -63,5 +64,34 @@ def test_a_start_that_is_killed_leaves_nothing(
     finally:
         program.kill()
         program.wait()
+    assert shell.left() == {}
+    assert shell.cli("status").returncode == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_kept_service_ends_with_its_keeper(shell: Shell) -> None:
+    keeper = subprocess.Popen(
+        [sys.executable, "-m", "moe_serve", "up", "--keep", "-f", EXAMPLE],
+        env=shell.environment,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert keeper.stdout is not None
+        said = ""
+        while "Next:" not in said:  # the test's own limit ends a start that hangs
+            line = keeper.stdout.readline()
+            assert line, said
+            said += line
+        assert shell.cli("status", "--check").returncode == 0
+        keeper.send_signal(signal.SIGTERM)
+        assert keeper.wait(120.0) == 0
+    finally:
+        keeper.kill()
+        keeper.wait()
     assert shell.left() == {}
     assert shell.cli("status").returncode == 3

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from moe_serve.errors import (
+    FailedPrecondition,
     InvalidArgument,
     MoeServeError,
     PermissionDenied,
@@ -26,7 +27,13 @@ from moe_serve.errors import (
 from moe_serve.ports import DType
 from moe_serve.router.dispatch import RouterCore
 from moe_serve.router.service import SERVICE_NAME, RouterServer
-from moe_serve.rpc import codec, dispatch_pb2, dispatch_pb2_grpc
+from moe_serve.rpc import (
+    codec,
+    dispatch_pb2,
+    dispatch_pb2_grpc,
+    placement_pb2,
+    placement_pb2_grpc,
+)
 from moe_serve.rpc.auth import bearer_metadata, method_roles
 from moe_serve.rpc.options import RpcLimits, channel_credentials, channel_options
 from moe_serve.rpc.status import DETAILS_KEY, from_item_error, from_rpc_error
@@ -697,3 +704,14 @@ async def test_an_item_that_is_no_message_ends_its_stream_only() -> None:
         check(made, (await other.read()).response)
         await other.done_writing()
         assert await other.read() is grpc.aio.EOF
+
+
+@pytest.mark.asyncio
+async def test_a_command_sent_to_a_router_is_told_where_it_belongs() -> None:
+    async with a_rig() as rig:
+        stub = placement_pb2_grpc.PlacementServiceStub(rig.channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetPlacement(placement_pb2.GetPlacementRequest(), timeout=5)
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, FailedPrecondition)
+    assert "commands to the controller's admin port" in error.message

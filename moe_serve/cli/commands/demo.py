@@ -26,7 +26,9 @@ def demo(
     ] = None,
     inject: Annotated[
         Injection,
-        typer.Option(help="Lose or double one contribution: the demo must then exit non-zero."),
+        typer.Option(
+            help="Lose or double rows of one request a router: the demo must then exit non-zero."
+        ),
     ] = Injection.NONE,
     dashboard: Annotated[
         bool, typer.Option("--dashboard/--no-dashboard", help="Run the page.")

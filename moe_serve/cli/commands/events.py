@@ -25,7 +25,13 @@ def events(
     ] = False,
     after: Annotated[
         int,
-        typer.Option(min=0, max=INT64_MAX, metavar="SEQ", help="Only records after this number."),
+        typer.Option(
+            min=0,
+            max=INT64_MAX,
+            metavar="SEQ",
+            help="Only records after this number; all, where none is as high: a controller rebuilt "
+            "without its journal counts anew.",
+        ),
     ] = 0,
     rule: Annotated[
         str, typer.Option(metavar="NAME", help="Only records of this rule (plan_done, budget ...).")
@@ -39,7 +45,11 @@ def events(
     With -o json, one record a line.
     """
     out = Output(output)
+    rules: set[str] = set()
     with admin_of(ctx, address, service) as admin:
         for record in admin.events(after, follow):
-            if not rule or record.rule == rule:
+            rules.add(record.rule)
+            if rule in ("", record.rule):
                 out.line(plain(record), event_line(record))
+    if rule and rule not in rules:
+        out.note(f"no record of rule {rule!r}; rules there: {', '.join(sorted(rules)) or 'none'}")

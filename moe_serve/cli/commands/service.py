@@ -14,7 +14,7 @@ from moe_serve.bootstrap.preflight import NodeCheck
 from moe_serve.bootstrap.record import ServiceRecord, is_kept, read_record
 from moe_serve.bootstrap.signals import end_as_interrupted
 from moe_serve.bootstrap.size import SizeReport
-from moe_serve.cli.exits import ExitCode
+from moe_serve.cli.exits import CannotReach, ExitCode
 from moe_serve.cli.options import FileOption, OutputOption
 from moe_serve.cli.output import Output, OutputFormat
 from moe_serve.cli.service_file import read_service_file
@@ -38,7 +38,11 @@ def validate(
     ] = False,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Check a service file; print every fault with its line and column."""
+    """Check a service file; print every fault with its line and column.
+
+    The file alone: `up --size` also looks at the checkpoint and the sizes, `up --dry-run` at all
+    that `up` checks.
+    """
     out = Output(output)
     try:
         config = read_service_file(file)
@@ -46,8 +50,8 @@ def validate(
         faults = [
             {
                 "file": one.file,
-                "line": one.line,
-                "column": one.column,
+                "line": one.line or None,
+                "column": one.column or None,
                 "field": one.field,
                 "problem": one.problem,
             }
@@ -168,12 +172,15 @@ def _rehearse(
 ) -> bool:
     """Everything `up` checks; on a running cluster also its nodes. True where it would start.
 
-    Raises StartRefused where the journal of an earlier start would be refused."""
+    Raises StartRefused where the journal of an earlier start, or a token or TLS file, would be
+    refused."""
     from moe_serve.bootstrap import service
 
     service.check_journal(config)
     checks: list[NodeCheck] = []
-    if ray_address:
+    if not ray_address:
+        service.check_files(config)
+    else:
         from moe_serve.bootstrap.fleet import alive_nodes
         from moe_serve.bootstrap.preflight import preflight
         from moe_serve.bootstrap.record import service_dir
@@ -210,7 +217,7 @@ def down(
                 f"service {service_name} is down, and its `moe-serve up --keep` is starting it "
                 "again; end that program, by Ctrl-C or SIGTERM"
             ) from error
-        raise
+        raise CannotReach(error.message) from error
     if not yes:
         typer.confirm(f"End service {name}?", abort=True, err=True)
 

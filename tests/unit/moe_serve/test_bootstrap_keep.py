@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -250,7 +251,7 @@ def test_a_record_that_goes_while_it_is_read_is_one_that_is_not_there(
 def test_a_service_that_is_being_started_again_is_ended_with_its_keeper() -> None:
     down = ["down", "s", "--yes"]
     absent = CliRunner().invoke(app, down)
-    assert "no single service record" in absent.stderr
+    assert "no record of service 's'" in absent.stderr
     with kept("s"):
         told = CliRunner().invoke(app, down)
     assert told.exit_code == ExitCode.FAILED
@@ -297,3 +298,33 @@ def test_what_a_dead_service_left_is_cleared_before_the_next_is_started(tmp_path
         read_record("s")
     assert service.check_not_running("s") is None
     remove_record("s")
+
+
+KEEPS = """
+import pathlib, sys
+from moe_serve.bootstrap.kept_service import KeptService
+from moe_serve.bootstrap.local_ray import ensure_auth
+from moe_serve.errors import StartRefused
+
+def up():
+    ensure_auth(pathlib.Path(sys.argv[1]))
+    raise OSError("no room")
+
+try:
+    KeptService("s", "/s.yaml", up, print).start()
+except StartRefused as error:
+    print(error.message)
+"""
+
+
+def test_a_keeper_sets_up_rays_authentication_before_it_imports_ray(tmp_path: Path) -> None:
+    """In a process of its own: Ray reads the mode once, and this one has imported it."""
+    environ = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    done = subprocess.run(
+        [sys.executable, "-c", KEEPS, str(tmp_path)],
+        env=environ | {"XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "the start was cut short: no room\n", done.stderr

@@ -371,7 +371,19 @@ def test_events_follow_after_a_number_as_json_lines() -> None:
     assert [json.loads(line)["seq"] for line in result.stdout.splitlines()] == [2, 3]
 
 
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_a_rule_without_records_is_said_on_stderr(form: str) -> None:
+    result = _run(FakeAdmin(records=_records()), "events", "--rule", "foo", "-o", form)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == (
+        "no record of rule 'foo'; rules there: in_balance, plan_done, plan_started\n"
+    )
+    result = _run(FakeAdmin(), "events", "--rule", "foo")
+    assert result.stderr == "no record of rule 'foo'; rules there: none\n"
+
+
 def test_events_of_one_rule() -> None:
     result = _run(FakeAdmin(records=_records()), "events", "--rule", "in_balance")
     assert len(result.stdout.splitlines()) == 1
+    assert not result.stderr
     assert "[steady] (balancedness 0.98)" in result.stdout

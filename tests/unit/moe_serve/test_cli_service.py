@@ -10,6 +10,7 @@ from moe_serve import __version__
 from moe_serve.bootstrap.preflight import NodeCheck, NodeFacts
 from moe_serve.bootstrap.record import ServiceRecord, read_record, write_record
 from moe_serve.cli.app import app
+from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.output import Output
 from moe_serve.cli.service_file import read_service_file
 from moe_serve.cli.views.deployment import nodes_parts, nodes_plain, record_parts
@@ -76,9 +77,18 @@ def test_validate_as_json(tmp_path: Path) -> None:
 
 
 def test_validate_of_a_file_that_is_not_there(tmp_path: Path) -> None:
-    result = _run("validate", "-f", str(tmp_path / "absent.yaml"))
+    file = tmp_path / "absent.yaml"
+    result = _run("validate", "-f", str(file))
     assert result.exit_code == 2
-    assert "cannot be read" in result.stdout
+    assert result.stdout.startswith(f"{file}: cannot be read: No such file")
+    shown = json.loads(_run("validate", "-f", str(file), "-o", "json").stdout)
+    assert [(one["line"], one["column"]) for one in shown["faults"]] == [(None, None)]
+
+
+def test_validate_says_what_it_does_not_check() -> None:
+    shown = _run("validate", "--help").stdout
+    assert "--size" in shown
+    assert "--dry-run" in shown
 
 
 def test_validate_shows_what_is_in_force() -> None:
@@ -212,8 +222,32 @@ def _record(service: str) -> ServiceRecord:
 
 def test_down_without_a_service_says_so() -> None:
     result = _run("down", "-y")
-    assert result.exit_code == 1
+    assert result.exit_code == ExitCode.UNREACHABLE
     assert "no single service record" in result.stderr
+
+
+def test_a_dry_run_refuses_a_token_file_that_others_may_read(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    tokens.write_text("admin: 0123456789abcdef0123456789abcdef\n", encoding="utf-8")
+    tokens.chmod(0o644)
+    file = tmp_path / "service.yaml"
+    more = f"\nsecurity:\n  token_file: {tokens}\n"
+    file.write_text(EXAMPLE.read_text(encoding="utf-8") + more, encoding="utf-8")
+    result = _run("up", "-f", str(file), "--dry-run")
+    assert result.exit_code == ExitCode.FAILED
+    assert "open to others" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["foo", "*", "../other/evil"])
+def test_down_of_a_name_that_is_not_recorded_names_those_that_are_and_leaves_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    write_record(_record("tiny"))
+    before = sorted(tmp_path.rglob("*"))
+    result = _run("down", "-y", name)
+    assert result.exit_code == ExitCode.UNREACHABLE
+    assert "found: tiny" in " ".join(result.stderr.split())
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_down_asks_first() -> None:

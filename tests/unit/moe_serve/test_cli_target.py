@@ -7,6 +7,7 @@ import pytest
 from moe_serve.bootstrap.record import ServiceRecord, write_record
 from moe_serve.cli.admin import find_target
 from moe_serve.cli.exits import CannotReach, ExitCode, error_lines, exit_code_of
+from moe_serve.controller.admin_checks import wrong
 from moe_serve.errors import (
     FieldViolation,
     InvalidArgument,
@@ -120,3 +121,7 @@ def test_other_errors_have_their_code(error: Exception, code: ExitCode) -> None:
 def test_an_error_names_its_fields() -> None:
     error = InvalidArgument("wrong", violations=(FieldViolation("rank", "must be below 4"),))
     assert error_lines(error) == ["error: wrong", "  rank: must be below 4"]
+
+
+def test_an_error_that_is_one_field_is_one_line() -> None:
+    assert error_lines(wrong("rank", "must be below 4")) == ["error: rank: must be below 4"]

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
-from moe_serve.config import ConfigInvalid, load_config, parse_config
+from moe_serve.config import ConfigInvalid, load_config, parse_config, schema
 from moe_serve.config.schema import parse_bytes
 from placement.config import RebalanceConfig
 
@@ -67,6 +68,37 @@ def test_rules_between_fields() -> None:
     assert "exactly one of budget and slots" in faults(GOOD.replace(b"slots: 8, ", b""))[0]
 
 
+def test_rules_between_fields_are_told_at_once_each_at_its_field() -> None:
+    twin = b"{name: p, flops_per_s: 1, memory_bytes_per_s: 1, copy_bytes_per_s: 1}"
+    text = GOOD.replace(b"profile: p}", b"profile: q}, {slots: 8, profile: r}")
+    text = text.replace(b"copy_bytes_per_s: 1}]", b"copy_bytes_per_s: 1},\n  " + twin + b"]")
+    assert faults(text + b"network: cluster\n") == [
+        "f.yaml:3:38: fleet.ranks.0.profile: 'q' is not under profiles (['p'])",
+        "f.yaml:3:62: fleet.ranks.1.profile: 'r' is not under profiles (['p'])",
+        "f.yaml:5:4: profiles.1.name: two profiles are named p",
+        "f.yaml:6:1: network: cluster needs security.token_file, tls_cert_file and tls_key_file, "
+        "or accept_insecure: true (--i-accept-insecure)",
+    ]
+
+
+def test_what_a_name_may_be_is_said_in_words() -> None:
+    (fault,) = faults(GOOD.replace(b"service: s", b"service: my service"))
+    assert fault == (
+        "f.yaml:1:1: service: want at most 63 of A-Z a-z 0-9 . _ - and the first one a letter or a "
+        "digit (got 'my service')"
+    )
+    (fault,) = faults(GOOD.replace(b"slots: 8,", b"slots: 8, device: gpu,"))
+    assert "should be 'cpu' or 'cuda'" in fault
+    patterns = {
+        getattr(one, "pattern", None)
+        for model in vars(schema).values()
+        if isinstance(model, type) and issubclass(model, BaseModel)
+        for info in model.model_fields.values()
+        for one in info.metadata
+    }
+    assert patterns - {None} == set(schema.PATTERN_WORDS), "each pattern has its words"
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -85,8 +117,12 @@ def test_what_is_no_plain_mapping_is_refused(text: bytes) -> None:
 
 def test_huge_and_missing_files_are_refused() -> None:
     assert "at most" in faults(b"#" * ((1 << 20) + 1))[0]
-    with pytest.raises(ConfigInvalid, match="cannot be read"):
+    with pytest.raises(ConfigInvalid) as missing:
         load_config("/nonexistent/service.yaml")
+    assert str(missing.value) == (
+        "/nonexistent/service.yaml: cannot be read: No such file or directory; give the path of a "
+        "service file"
+    )
 
 
 def test_sizes() -> None:

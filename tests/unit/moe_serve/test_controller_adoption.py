@@ -10,12 +10,13 @@ import pytest
 
 from moe_serve.controller.adoption import adopt, find_late
 from moe_serve.controller.journal import Journal, open_journal
-from moe_serve.controller.journal_rows import Starts, part_row, snapshot_row
+from moe_serve.controller.journal_rows import Starts, epoch_row, part_row, snapshot_row
 from moe_serve.controller.journal_store import STATE_FILE
 from moe_serve.controller.names import INCARNATIONS_PER_TERM
 from moe_serve.controller.service import ControllerService
 from moe_serve.controller.settings import ControllerSettings, JournalLimits
 from moe_serve.errors import StaleTerm, StartRefused
+from placement.messages.events import PauseAsked
 from tests.fakes.controller import controller, make_cluster, make_settings, shards, until
 from tests.fakes.fleet import FakeCluster, FakeFleet
 
@@ -64,6 +65,25 @@ async def test_what_a_newer_controller_created_is_not_ours_to_end() -> None:
         await fleet.create_shard(f"tiny:shard:0:{life}", 0, life)
     await find_late(adopted, fleet, "tiny", term=2)
     assert adopted.to_end == [f"tiny:shard:0:{INCARNATIONS_PER_TERM + 1}"]
+
+
+@pytest.mark.asyncio
+async def test_of_what_lives_the_newest_life_that_the_journal_names_is_taken_over() -> None:
+    """Of each place: a life that it does not name is a stranger's, and one before the newest was
+    being replaced."""
+    cluster = make_cluster()
+    for life in (5, 6, 7):
+        await FakeFleet(cluster).create_shard(f"tiny:shard:0:{life}", 0, life)
+        await FakeFleet(cluster).create_router(f"tiny:router:r:{life}", "r", life)
+    named = [f"tiny:{place}:{life}" for place in ("shard:0", "router:r") for life in (5, 6)]
+    adopted = await adopt(FakeFleet(cluster), "tiny", named, patience_s=0.1)
+    assert [str(part.name) for part in adopted.shards] == ["tiny:shard:0:6"]
+    assert [str(part.name) for part in adopted.routers] == ["tiny:router:r:6"]
+    ended = {f"tiny:{place}:{life}" for place in ("shard:0", "router:r") for life in (5, 7)}
+    assert sorted(adopted.to_end) == sorted(ended)
+    nothing_named = await adopt(FakeFleet(cluster), "tiny", None, patience_s=0.1)
+    assert [str(part.name) for part in nothing_named.shards] == ["tiny:shard:0:7"]
+    assert nothing_named.to_end == [], "whose they are is not known"
 
 
 # -- other weights ---------------------------------------------------------------------------------
@@ -168,3 +188,36 @@ async def test_what_is_ended_without_a_life_is_what_the_journal_names_and_what_l
     assert cluster.living() == []
     assert set(living) <= set(cluster.killed) & set(names)
     assert ("tiny:shard:2:1000099" in names) is not bool(damaged)
+
+
+@pytest.mark.asyncio
+async def test_numbers_of_a_journal_that_is_set_aside_are_not_used_again(tmp_path: Path) -> None:
+    """Also where no part lives that would know them: clients hold tables of these epochs."""
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster, owner="there") as first:
+        await first.ready()
+        await first.service.life.journal.commit([epoch_row(70, 1.0)])
+    for name in cluster.living():
+        cluster.die(name)
+    async with controller(make_settings(tmp_path), cluster, owner="here") as second:
+        await second.ready()
+        assert second.state.epoch > 70
+        assert second.state.term > 1
+
+
+@pytest.mark.asyncio
+async def test_load_windows_are_numbered_on_after_a_restart(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as first:
+        await first.ready()
+        await until(lambda: first.service.book.window is not None)
+        await until(lambda: first.state.history.windows[-1].index >= 10)
+        before = first.state.history.windows[-1].index
+        await first.service.life.driver.ask(  # which a snapshot follows
+            lambda n: PauseAsked(at_s=0.0, request_id=n)
+        )
+    async with controller(make_settings(tmp_path), cluster) as second:
+        await until(lambda: second.service.book.window is not None)
+        window = second.service.book.window
+        assert window is not None
+        assert window.index > before

@@ -8,17 +8,21 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from moe_serve.controller import driver as driver_module
+from moe_serve.controller.journal_rows import Row, RowKind, StateSnapshot
 from moe_serve.controller.journal_store import JournalFull, StateStore, raise_full
 from moe_serve.controller.service import ControllerService
 from moe_serve.errors import FailedPrecondition
+from placement.engine import RebalanceEngine
 from placement.engine.state import EngineState, RankStatus
-from placement.messages.codec import encode
+from placement.messages.codec import decode_as, encode
+from placement.messages.effects import AnyCommand, Effects, PublishTable, ReplaceRouter
 from placement.messages.events import (
     AnyEvent,
     ApplyAsked,
@@ -29,6 +33,7 @@ from placement.messages.events import (
     ResumeAsked,
     UndrainAsked,
 )
+from placement.routing import RoutingTable
 from tests.fakes.controller import Rig, controller, make_cluster, make_settings, shards, until
 from tests.fakes.fleet import FakeFleet
 
@@ -38,9 +43,24 @@ HOT = {0: 400, 1: 10, 2: 10, 3: 10}
 
 @dataclass
 class Disk:
-    """What SQLite meets. `full`: it takes nothing of the state log."""
+    """What SQLite meets. `full`: it takes nothing of the state log. `refuses`: rows it has no room
+    for, once. `refused`: rows of each commit it had no room for. `took`: all that it has taken
+    since."""
 
     full: bool = False
+    refuses: Callable[[list[Row]], bool] | None = None
+    refused: list[list[Row]] = field(default_factory=list)
+    took: list[Row] = field(default_factory=list)
+
+    def takes(self, rows: list[Row]) -> bool:
+        """Whether there is room for these."""
+        if self.full or (self.refuses is not None and self.refuses(rows)):
+            self.refuses = None
+            self.refused.append(rows)
+            self.took.clear()
+            return False
+        self.took += rows
+        return True
 
 
 @pytest.fixture
@@ -50,7 +70,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     write = StateStore._transact
 
     def transact(store: StateStore, **given: object) -> None:
-        if found.full:
+        if not found.takes(list(given["rows"])):  # type: ignore[call-overload]
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorcode = sqlite3.SQLITE_FULL
             raise_full(error, store._path.parent)
@@ -198,6 +218,99 @@ async def test_a_pause_is_obeyed_on_a_full_disk_and_outlives_it(tmp_path: Path, 
         assert rig.state.paused
 
 
+def tell_a_pause(rows: list[Row]) -> bool:
+    """Whether these rows tell that automatic plans are paused."""
+    told = [decode_as(r.body, StateSnapshot) for r in rows if r.kind is RowKind.SNAPSHOT]
+    return any(one.engine.state.paused for one in told)
+
+
+@pytest.mark.asyncio
+async def test_a_pause_on_a_full_disk_is_on_disk_once_there_is_room(
+    tmp_path: Path, disk: Disk
+) -> None:
+    """Nothing was withheld: the snapshot that was refused is made again all the same."""
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        driver = rig.service.life.driver
+        disk.full = True
+        await driver.ask(lambda n: PauseAsked(at_s=0.0, request_id=n, reason="quiet please"))
+        await until(lambda: sum(map(tell_a_pause, disk.refused)) >= 2)
+        disk.full = False
+        await until(lambda: not driver.problem)
+        assert rig.state.paused
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        assert rig.state.paused
+
+
+@pytest.mark.asyncio
+async def test_what_a_refused_commit_had_to_tell_is_told_with_the_next_one(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "FULL_RETRY_S", 3600.0)
+    async with controller(make_settings(tmp_path), make_cluster()) as rig:
+        await rig.ready()
+        disk.refuses = tell_a_pause
+        await rig.service.life.driver.ask(
+            lambda n: PauseAsked(at_s=0.0, request_id=n, reason="quiet please")
+        )
+        assert disk.refuses is None
+        # A window is closed, and no commit waits for the one that was refused.
+        await until(lambda: tell_a_pause(disk.took))
+
+
+@pytest.mark.asyncio
+async def test_what_was_withheld_is_carried_out_in_its_order(tmp_path: Path) -> None:
+    class Started:
+        """An executor that only notes what it is told to do."""
+
+        def __init__(self) -> None:
+            self.names: list[str] = []
+
+        def publish(self, table: RoutingTable) -> None:
+            raise AssertionError(table)
+
+        def start(self, command: AnyCommand) -> None:
+            assert isinstance(command, ReplaceRouter)
+            self.names.append(command.router)
+
+    async with controller(make_settings(tmp_path), make_cluster()) as rig:
+        await rig.ready()
+        driver = rig.service.life.driver
+        started, usual = Started(), driver._executor
+        for pair in (("a", "b"), ("c",), ("d", "e")):
+            commands = tuple(ReplaceRouter(router=name) for name in pair)
+            driver._durable.withhold(Effects(commands=commands))
+        driver._executor = started
+        await driver._carry_out_withheld()
+        driver._executor = usual
+        assert started.names == ["a", "b", "c", "d", "e"]
+
+
+@pytest.mark.asyncio
+async def test_a_table_of_a_refused_request_is_not_counted_as_sent(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with controller(make_settings(tmp_path), make_cluster()) as rig:
+        await rig.ready()
+        step, table = RebalanceEngine.step, rig.service.life.publisher.newest
+        assert table is not None
+
+        def step_with_a_table(engine: RebalanceEngine, event: AnyEvent) -> Effects:
+            effects = step(engine, event)
+            if not isinstance(event, DrainAsked):
+                return effects
+            commands = (*effects.commands, PublishTable(table=table))
+            return msgspec.structs.replace(effects, commands=commands)
+
+        monkeypatch.setattr(RebalanceEngine, "step", step_with_a_table)
+        driver, book = rig.service.life.driver, rig.service.book
+        counted, disk.full = book.epochs_published, True
+        with pytest.raises(FailedPrecondition):
+            await driver.ask(lambda n: DrainAsked(at_s=0.0, request_id=n, rank=1))
+        assert book.epochs_published == counted
+
+
 @pytest.mark.asyncio
 async def test_a_request_that_was_refused_replays_as_if_nobody_had_asked(
     tmp_path: Path, disk: Disk
@@ -337,3 +450,25 @@ def test_a_real_disk_that_is_full_or_read_only_is_told_apart_from_damage(tmp_pat
     assert lines["kept"] == "True", "what was not refused is there, and nothing else"
     assert str(folder) in lines["read-only"]
     assert "may write" in lines["read-only"] or "make it writable" in lines["read-only"]
+
+
+@pytest.mark.asyncio
+async def test_what_was_refused_twice_is_told_with_the_next_commit(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only by the retry: the controller may die before it."""
+    monkeypatch.setattr(driver_module, "FULL_RETRY_S", 3600.0)
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path), cluster) as rig:
+        await rig.ready()
+        disk.full = True
+        await rig.service.life.driver.ask(
+            lambda n: PauseAsked(at_s=0.0, request_id=n, reason="quiet")
+        )
+        await until(lambda: sum(map(tell_a_pause, disk.refused)) >= 2)
+        disk.full = False
+        before = cluster.router()
+        assert before is not None
+        cluster.die(before.name)
+        await until(lambda: cluster.router() not in {None, before})
+        await until(lambda: tell_a_pause(disk.took))

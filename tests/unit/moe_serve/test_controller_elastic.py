@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from moe_serve.controller.admin_checks import check_node
 from moe_serve.controller.admin_fleet import FleetAdmin
 from moe_serve.controller.service import ControllerService
 from moe_serve.controller.settings import ControllerSettings, RankKind
 from moe_serve.controller.views import placement_view
 from moe_serve.errors import FailedPrecondition, InvalidArgument, Unavailable
-from moe_serve.ports import FILE_PLACE, RankPlace
+from moe_serve.ports import FILE_PLACE, NodeInfo, RankPlace
 from moe_serve.rpc import placement_pb2 as pb
 from tests.builders import PROFILE
 from tests.fakes.controller import (
@@ -225,6 +226,77 @@ async def test_what_cannot_be_added_is_named(
         with pytest.raises(error, match=words):
             await admin_of(rig).add_rank(request_)
         assert len(rig.state.ranks) == len(SLOTS)
+
+
+@pytest.mark.asyncio
+async def test_a_node_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    cluster = cluster_of()
+    cluster.nodes.append(NodeInfo("zz", alive=False, labels={}))
+    async with controller(settings_of(tmp_path), cluster) as rig:
+        await rig.ready()
+        with pytest.raises(InvalidArgument) as refused:
+            await admin_of(rig).add_rank(pb.AddRankRequest(node="zz"))
+        (violation,) = refused.value.violations
+        assert violation.field == "node"
+        assert violation.description == (
+            "the cluster has no alive node 'zz'; leave it out, or name one of node0, node1, node2"
+        )
+        assert len(rig.state.ranks) == len(SLOTS)
+        assert await add(rig, node="node2") == 3
+
+
+def test_a_refusal_names_some_of_many_nodes() -> None:
+    nodes = [NodeInfo(f"n{number:02}", True, {}) for number in range(12)]
+    with pytest.raises(InvalidArgument, match=r"one of n00, .*n07 and 4 more$"):
+        check_node("zz", nodes)
+
+
+class HeadAway(FakeFleet):
+    """No answer about nodes: `hangs`, or a typed error at once."""
+
+    def __init__(self, cluster: FakeCluster, hangs: bool) -> None:
+        super().__init__(cluster)
+        self.hangs = hangs
+
+    async def nodes(self) -> tuple[NodeInfo, ...]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        raise Unavailable("Ray gives no answer: RaySystemError")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_node_is_taken_on_trust_while_the_cluster_gives_no_answer(
+    tmp_path: Path, hangs: bool
+) -> None:
+    cluster = cluster_of()
+    fleet = HeadAway(cluster, hangs)
+    async with controller(settings_of(tmp_path), cluster, fleet=fleet) as rig:
+        await rig.ready()
+        assert await add(rig, node="node2") == 3
+        added = await admin_of(rig).add_rank(pb.AddRankRequest(node="zz"))
+        assert rig.state.ranks[added.rank].only_node == "zz"
+
+
+@pytest.mark.asyncio
+async def test_a_request_asked_again_is_answered_though_its_node_has_died(tmp_path: Path) -> None:
+    cluster = cluster_of()
+    async with controller(settings_of(tmp_path), cluster) as rig:
+        await rig.ready()
+        request = pb.AddRankRequest(node="node2", key="mine")
+        first = await admin_of(rig).add_rank(request)
+        cluster.nodes[2] = replace(cluster.nodes[2], alive=False)
+        assert (await admin_of(rig).add_rank(request)).rank == first.rank
+
+
+@pytest.mark.asyncio
+async def test_numbers_that_do_not_exist_come_with_the_next_step(tmp_path: Path) -> None:
+    async with controller(settings_of(tmp_path), cluster_of()) as rig:
+        await rig.ready()
+        with pytest.raises(InvalidArgument, match=r"^rank: 9 .*; see `moe-serve status`$"):
+            await admin_of(rig).remove_rank(pb.RemoveRankRequest(rank=9))
+        with pytest.raises(InvalidArgument, match=r"^group: 2 .* fleet\.ranks .*status`"):
+            await admin_of(rig).add_rank(pb.AddRankRequest(group=2))
 
 
 @pytest.mark.asyncio

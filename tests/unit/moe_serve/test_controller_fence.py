@@ -15,7 +15,7 @@ from placement.messages.effects import ReleaseSlot, ShardCommand
 from placement.messages.events import BudgetAsked, ResidentSlot, ShardAnswer, SlotReleased
 from placement.routing import RoutingTable
 from tests.fakes.controller import controller, make_cluster, make_settings, shards, until
-from tests.fakes.fleet import FakeFleet, FakeRouterPort, FakeShardPort
+from tests.fakes.fleet import FakeCluster, FakeFleet, FakeRouterPort, FakeShardPort
 
 HOT = {0: 400, 1: 10, 2: 10, 3: 10}
 FENCES = 2
@@ -218,3 +218,49 @@ async def test_what_an_adopted_shard_holds_is_asked_once_older_terms_are_refused
     before = len(adopted.shards)
     await fence(adopted, FENCES, patience_s=0.1)
     assert len(adopted.shards) == before - 1, "who does not answer is not adopted"
+
+
+class ReleasesLate(FakeFleet):
+    """A release of the older controller arrives after the new one has asked what shards hold, and
+    before its own term holds."""
+
+    def __init__(self, cluster: FakeCluster, release: ReleaseSlot) -> None:
+        super().__init__(cluster)
+        self._release: ReleaseSlot | None = release
+
+    async def claim_term(self, term: int) -> bool:
+        if self._release is not None:
+            shard = self.cluster.shard(self._release.rank)
+            assert shard is not None
+            assert isinstance(await shard.execute(1, self._release), SlotReleased)
+            self._release = None
+        return await super().claim_term(term)
+
+
+@pytest.mark.asyncio
+async def test_no_table_lists_what_was_released_while_the_term_was_claimed(tmp_path: Path) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path / "a"), cluster) as first:
+        await first.ready()
+        cluster.demand = HOT
+        await until(lambda: len(first.listed(0)) >= 2 and first.state.run is None)
+        cluster.demand = {}
+        rank = min(first.listed(0))
+        address = first.state.ranks[rank]
+    shard = cluster.shard(rank)
+    assert shard is not None
+    held = next(r for r in shard.slots.ledger.resident() if (r.layer, r.expert) == (0, 0))
+    release = ReleaseSlot(
+        step_id=10_000,
+        rank=rank,
+        incarnation=address.incarnation,
+        slot=held.slot,
+        slot_tag=held.tag,
+        layer=held.layer,
+        expert=held.expert,
+    )
+    fleet = ReleasesLate(cluster, release)
+    async with controller(make_settings(tmp_path / "b"), cluster, fleet=fleet) as second:
+        await second.ready()  # tables are compared with what shards hold as they arrive
+        assert second.state.term == FENCES
+        assert rank not in second.listed(0)

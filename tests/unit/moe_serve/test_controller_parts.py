@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from moe_serve.controller import supervision
 from moe_serve.controller.book import Book
 from moe_serve.controller.clock import DriverClock
 from moe_serve.controller.fail_points import FailPoints, point_of_term
 from moe_serve.controller.journal import open_journal
+from moe_serve.controller.journal_store import STATE_FILE
 from moe_serve.controller.names import Incarnations, PartKind, PartName, parse
 from moe_serve.controller.parts import PartTable, shard_part
 from moe_serve.controller.publisher import Publisher
@@ -24,14 +29,14 @@ from moe_serve.controller.settings import (
 )
 from moe_serve.controller.supervision import Supervision
 from moe_serve.controller.tasks import Tasks
-from moe_serve.controller.terms import claim_term
+from moe_serve.controller.terms import claim_term, first_epoch
 from moe_serve.errors import ResourceExhausted, StartRefused
 from moe_serve.ports import NodeInfo
 from placement.config import RebalanceConfig
 from placement.engine.state import RankState, RankStatus
 from placement.load import LoadFolder
 from placement.messages.effects import Answer, Transition
-from placement.messages.events import AnyEvent, DrainAsked, DrainCause, UndrainAsked
+from placement.messages.events import AnyEvent, DrainAsked, DrainCause, UndrainAsked, WindowClosed
 from placement.messages.records import DecisionRecord
 from placement.planner.plan import StepKind
 from placement.routing import RoutingTable
@@ -79,6 +84,51 @@ async def test_a_term_is_above_all_seen_and_claimed_once(tmp_path: Path) -> None
     journal, image = await open_journal(tmp_path, "s", JournalLimits())
     await journal.close()
     assert image.intended_term == 10
+
+
+@pytest.mark.asyncio
+async def test_a_term_is_in_the_journal_before_it_is_claimed(tmp_path: Path) -> None:
+    """A journal that knew less than the cluster would be taken for an older controller's."""
+    intended: list[int] = []
+
+    class Watched(FakeFleet):
+        async def claim_term(self, term: int) -> bool:
+            with closing(sqlite3.connect(tmp_path / STATE_FILE)) as db:
+                meta = dict(db.execute("SELECT key, value FROM meta"))
+            intended.append(int(meta.get("intended_term", "0")))
+            return await super().claim_term(term)
+
+    cluster = FakeCluster(make_spec(), PROFILE.name, [], [], terms={4})
+    journal, _ = await open_journal(tmp_path, "s", JournalLimits())
+    assert await claim_term(Watched(cluster), journal, []) == 5
+    assert intended == [5]
+    await journal.close()
+
+
+@pytest.mark.asyncio
+async def test_the_first_epoch_is_above_all_that_anybody_has_seen() -> None:
+    cluster = FakeCluster(make_spec(), PROFILE.name, [4], [NodeInfo("node0", True, {})])
+    port = await FakeFleet(cluster).create_shard("tiny:shard:0:1", 0, 1)
+    router = await FakeFleet(cluster).create_router("tiny:router:r:1", "r", 1)
+    for seen in ((9, 2, 3), (2, 9, 3), (3, 2, 9)):
+        shard_info = replace(await port.describe(), highest_epoch=seen[1])
+        router_info = replace(await router.describe(), highest_epoch=seen[2])
+        assert first_epoch(seen[0], [shard_info], [router_info]) == 10
+
+
+@pytest.mark.asyncio
+async def test_the_end_of_an_earlier_life_does_not_drop_the_one_that_lives() -> None:
+    cluster = FakeCluster(make_spec(), PROFILE.name, [4], [NodeInfo("node0", True, {})])
+    parts, lives = PartTable(), []
+    for life in (1, 2):
+        name = PartName("tiny", PartKind.SHARD, "0", life)
+        port = await FakeFleet(cluster).create_shard(str(name), 0, life)
+        lives.append(shard_part(name, port, await port.describe(), 0.0))
+        parts.add(lives[-1])
+    parts.drop(lives[0])
+    assert parts.holds(lives[1])
+    parts.drop(lives[1])
+    assert parts.all() == []
 
 
 @pytest.mark.asyncio
@@ -317,9 +367,66 @@ async def test_a_drained_rank_whose_shard_is_not_adopted_yet_is_left_alone() -> 
 
 
 @pytest.mark.asyncio
+async def test_a_drain_goes_on_while_the_head_of_the_cluster_is_away() -> None:
+    watched = Watched("ok")
+    await watched.add_shard()
+    watched.cluster.drain_node("node0")
+    await watched.look()
+    assert watched.rank.drained_by == (DrainCause.NODE,)
+    known, watched.cluster.nodes = watched.cluster.nodes, []  # it names none
+    await watched.look()
+    watched.cluster.nodes = known
+    await watched.look()
+    assert [type(event) for event in watched.asked] == [DrainAsked]
+
+
+@pytest.mark.asyncio
 async def test_a_rank_that_was_lost_while_an_operator_drained_it_is_made_again() -> None:
     watched = Watched("ok")
     watched.rank.drained_by = (DrainCause.OPERATOR,)
     watched.rank.status = RankStatus.LOST
     await watched.supervision.undrain(0)
     assert watched.ensured == [0]
+
+
+@pytest.mark.asyncio
+async def test_load_windows_are_closed_on_time_whatever_their_news_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched, closed_s = Watched("ok"), list[float]()
+    clock = SimpleNamespace(now_s=lambda: clock.at_s, at_s=0.0)
+    waits_s = [0.25, 0.75, 2.5, 0.0, 0.0]
+    """How long the driver's queue is full after each window."""
+
+    async def sleep(seconds: float) -> None:
+        clock.at_s += seconds
+
+    async def post(event: AnyEvent) -> None:
+        assert isinstance(event, WindowClosed)
+        closed_s.append(clock.at_s)
+        assert event.window.index == 6 + len(closed_s)
+        if not waits_s:
+            raise asyncio.CancelledError
+        clock.at_s += waits_s.pop(0)
+
+    monkeypatch.setattr(supervision, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(watched.supervision, "_clock", clock)
+    with pytest.raises(asyncio.CancelledError):
+        await watched.supervision.close_windows(1.0, 7, post)
+    # One that comes too late for the next is followed by it at once, and by no other in a hurry.
+    assert closed_s == [1.0, 2.0, 3.0, 5.5, 6.5, 7.5]
+
+
+@pytest.mark.asyncio
+async def test_a_part_that_is_gone_is_missed_in_no_load_window() -> None:
+    watched = Watched("ok")
+    await watched.add_shard()
+    part, folder = watched.parts.shards[0], watched.supervision._folder
+    part.source = "rank-0"
+    watched.supervision.publisher = Publisher(
+        watched.parts, Tasks(), lambda _event: asyncio.sleep(0), lambda _error: None, 1.0
+    )
+    folder.expect(part.source)
+    assert folder.close(1.0).sources_missing == (part.source,)
+    watched.supervision.farewell(part)
+    assert folder.close(2.0).sources_missing == ()

@@ -13,11 +13,13 @@ from moe_serve.bootstrap.parts import moe_spec
 from moe_serve.config import ServiceConfig, load_config
 from moe_serve.demo.front_end import TextLine
 from moe_serve.demo.ledgers import audit_pages
+from moe_serve.demo.options import DemoOptions
 from moe_serve.demo.report import Check
+from moe_serve.demo.run import run_demo
 from moe_serve.demo.screen import Screen
 from moe_serve.demo.static_layout import static_layout
 from moe_serve.demo.watch import Seen
-from moe_serve.errors import MoeServeError
+from moe_serve.errors import MoeServeError, StartRefused
 from moe_serve.ports import Cause
 from moe_serve.router.ledger import CombinedEntry, Entry, LedgerPage, RequestEntry
 from moe_serve.rpc import placement_pb2 as pb
@@ -135,3 +137,11 @@ def test_a_summary_names_every_bar_that_was_missed(capsys: pytest.CaptureFixture
     assert "0.1235" in shown
     Screen(quiet=True).summary(found, [reached])
     assert "every bar reached" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["", "missing/figures.json"])
+def test_figures_that_cannot_be_written_are_refused_before_anything_starts(
+    name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StartRefused, match=r"--json .* cannot be written"):
+        run_demo(DemoOptions(json_file=tmp_path / name))

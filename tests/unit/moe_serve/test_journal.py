@@ -11,6 +11,8 @@ import pytest
 
 from moe_serve.controller.journal import Journal, move_aside, open_journal
 from moe_serve.controller.journal_rows import (
+    Row,
+    RowKind,
     Starts,
     StateSnapshot,
     epoch_row,
@@ -18,7 +20,13 @@ from moe_serve.controller.journal_rows import (
     snapshot_row,
     transition_row,
 )
-from moe_serve.controller.journal_store import INPUTS_FILE, STATE_FILE, JournalDamaged, JournalFull
+from moe_serve.controller.journal_store import (
+    INPUTS_FILE,
+    STATE_FILE,
+    JournalDamaged,
+    JournalFull,
+    StateStore,
+)
 from moe_serve.controller.settings import JournalLimits
 from moe_serve.errors import StaleTerm, StartRefused
 from placement.config import RebalanceConfig
@@ -119,6 +127,19 @@ async def test_a_controller_of_a_lower_term_cannot_write_any_more(tmp_path: Path
         await journal.close()
 
 
+def test_only_the_term_that_owns_the_journal_writes_to_it(tmp_path: Path) -> None:
+    """Nor does a higher one that has not opened it: its owner may be writing still."""
+    with closing(StateStore(tmp_path, "s")) as store:
+        store.open_term(2, snapshot_row(snapshot(2)), {})
+        for term in (1, 3):
+            with pytest.raises(StaleTerm) as caught:
+                store.append(term, [transition_row(transition(1))])
+            assert caught.value.term == 2
+        store.append(2, [transition_row(transition(2))])
+    with closing(StateStore(tmp_path, "s")) as store:
+        assert len(store.rows) == 2, "the snapshot, and what its owner wrote"
+
+
 @pytest.mark.asyncio
 async def test_what_the_owner_wrote_after_it_was_read_is_read_before_a_term_opens(
     tmp_path: Path,
@@ -154,6 +175,17 @@ async def test_a_full_disk_fails_the_commit_whole(tmp_path: Path) -> None:
     assert image.transitions == ()
 
 
+def test_a_commit_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    no_time = Row(RowKind.PART, float("nan"), b"s:shard:0:2")  # which the table does not take
+    with closing(StateStore(tmp_path, "s")) as store:
+        store.open_term(1, snapshot_row(snapshot(1)), {})
+        with pytest.raises(sqlite3.IntegrityError):
+            store.append(1, [transition_row(transition(1)), no_time])
+        store.append(1, [transition_row(transition(2))])
+    with closing(StateStore(tmp_path, "s")) as store:
+        assert [row.body for row in store.rows[1:]] == [transition_row(transition(2)).body]
+
+
 def damage(folder: Path, statement: str) -> None:
     db = sqlite3.connect(folder / STATE_FILE)
     db.execute(statement)
@@ -175,11 +207,27 @@ async def test_a_torn_last_record_is_dropped_and_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_journal_whose_last_record_was_torn_is_gone_on_with(tmp_path: Path) -> None:
+    journal = await opened(tmp_path)
+    await journal.commit([transition_row(transition(1))])
+    await journal.close()
+    damage(tmp_path, "UPDATE log SET body = x'00' WHERE seq = (SELECT max(seq) FROM log)")
+    journal = await opened(tmp_path, term=2)
+    await journal.commit([transition_row(transition(2))])
+    await journal.close()
+    journal, image = await open_journal(tmp_path, "s", LIMITS)
+    await journal.close()
+    assert not image.dropped_tail, "that was told once"
+    assert [t.step_id for t in image.transitions] == [2]
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "statement",
     [
         "UPDATE log SET body = x'00' WHERE seq = 2",
         "UPDATE log SET checksum = 0 WHERE seq = 1",
+        "UPDATE log SET body = x'00' WHERE seq >= 3",
         "DELETE FROM log WHERE seq = 2",
     ],
 )

@@ -13,6 +13,8 @@ from placement.messages.codec import encode
 from placement.messages.effects import (
     AbortAdd,
     CopyExpert,
+    Effects,
+    PublishTable,
     ReleaseSlot,
     ReserveSlot,
     ShardCommand,
@@ -139,3 +141,16 @@ async def test_every_change_of_a_step_is_a_row_before_anything_follows_from_it(
         await rig.ready()
     assert missing == []
     assert {f"add: {s}" for s in AddState if s != AddState.PLANNED} <= seen.keys()
+
+
+@pytest.mark.asyncio
+async def test_a_table_that_follows_from_no_step_has_its_number_in_the_journal_too(
+    tmp_path: Path,
+) -> None:
+    async with controller(make_settings(tmp_path), make_cluster()) as rig:
+        await rig.ready()
+        driver, table = rig.service.life.driver, rig.service.life.publisher.newest
+        assert table is not None
+        effects = Effects(commands=(PublishTable(table=table),))
+        rows = driver._rows(driver.engine, effects, 1.0)
+        assert [r.body for r in rows if r.kind is RowKind.EPOCH] == [str(table.epoch).encode()]
