@@ -305,20 +305,21 @@ def apply_asked(turn: Turn, event: ApplyAsked) -> None:
             f"no plan {event.plan_id!r}; compute one and apply it",
         )
         return
+    run = turn.state.run
+    if run is not None and run.plan_id == event.plan_id:
+        answer(turn, event.request_id, "busy", f"plan {event.plan_id} is running")
+        return
     changed = what_changed(turn, stored)
     if changed:
-        turn.record("asked", "refused", f"plan {event.plan_id}: {changed}", plan_id=event.plan_id)
+        why = "it was applied already" if stored.begun else changed
+        turn.record("asked", "refused", f"plan {event.plan_id}: {why}", plan_id=event.plan_id)
         answer(
             turn,
             event.request_id,
             "refused",
-            f"{changed}; compute the plan again",
+            f"{why}; compute the plan again",
             plan_id=event.plan_id,
         )
-        return
-    run = turn.state.run
-    if run is not None and run.plan_id == event.plan_id:
-        answer(turn, event.request_id, "busy", f"plan {event.plan_id} is running")
         return
     if turn.state.apply_next is not None:
         answer(turn, event.request_id, "busy", f"plan {turn.state.apply_next.plan_id} starts next")

@@ -237,12 +237,13 @@ class Outstanding(msgspec.Struct, kw_only=True):
 
 class StoredPlan(msgspec.Struct, kw_only=True):
     """A computed plan that may be applied: with the (rank, slot) -> key and key -> ranks it was
-    computed on."""
+    computed on. `begun`: it has been applied."""
 
     plan_id: str
     plan: Plan
     slots: list[tuple[int, int, int]]
     hosts: list[tuple[int, list[int]]]
+    begun: bool = False
 
 
 class PlanAsk(msgspec.Struct, kw_only=True):
@@ -254,8 +255,8 @@ class PlanAsk(msgspec.Struct, kw_only=True):
 
 
 class Realised(msgspec.Struct, kw_only=True):
-    """A finished plan whose gain is measured on the first whole window after it. `promised`:
-    predicted gain by layer."""
+    """A finished plan whose gain is measured on the first whole window with load after it.
+    `promised`: predicted gain by layer."""
 
     plan_id: str
     ended_at_s: float

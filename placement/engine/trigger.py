@@ -132,8 +132,8 @@ def _why_not(turn: Turn) -> tuple[str, str] | None:
 
 def _tell_realised(turn: Turn, event: WindowClosed) -> None:
     state, realised, window = turn.state, turn.state.realised, event.window
-    if realised is None or window.start_s < realised.ended_at_s:
-        return
+    if realised is None or window.start_s < realised.ended_at_s or not has_demand(turn):
+        return  # of a window in which nothing was asked for no layout is the better one
     found = saving_by_layer(turn, realised.before, realised.after, realised.promised)
     state.realised = None
     terms = terms_of(turn.config)
@@ -143,7 +143,7 @@ def _tell_realised(turn: Turn, event: WindowClosed) -> None:
     turn.record(
         "realised_gain",
         "done",
-        "measured on the first whole window after the plan, with its own demand"
+        "measured on the first whole window with load after the plan, by its own demand"
         + (f"; {layers_in_words(failed)} got less than promised" if failed else ""),
         plan_id=realised.plan_id,
         numbers={

@@ -264,7 +264,9 @@ def test_a_plan_is_shown_and_moves_nothing_until_it_is_applied():
     assert (applied.code, applied.plan_id) == ("ok", shown.plan_id)
     assert len(driver.table.replicas(0, 0)) == 2
     assert [r.plan_id for r in driver.records if r.rule == "plan_done"][-1] == shown.plan_id
-    assert ask(driver, ev.ApplyAsked, plan_id=shown.plan_id).code == "refused"
+    again = ask(driver, ev.ApplyAsked, plan_id=shown.plan_id)
+    assert again.code == "refused"
+    assert again.message == "it was applied already; compute the plan again"
 
 
 def test_only_what_the_plan_touches_must_be_unchanged():

@@ -70,6 +70,17 @@ def test_a_hot_expert_gets_a_replica_and_the_gain_is_told_afterwards():
     assert told.realised_gain_s_per_s > 0
 
 
+def test_the_gain_is_measured_once_there_is_load_again():
+    driver = two_ranks()
+    driver.close_window(HOT)
+    driver.close_window({}, base=0.0)
+    driver.close_window({}, base=0.0)
+    assert not [r for r in driver.records if r.rule == "realised_gain"]
+    driver.close_window(HOT)
+    (told,) = [r for r in driver.records if r.rule == "realised_gain"]
+    assert told.realised_gain_s_per_s > 0
+
+
 def test_nothing_moves_on_stationary_traffic():
     driver = two_ranks()
     for _ in range(12):
