@@ -39,8 +39,8 @@ EXPERTS, HIDDEN, LAYERS, RANKS = 64, 64, 2, 4
 SLOTS = 46
 """Three ranks hold some 39 of the 128 experts each, and have free slots to receive into."""
 FEW = 12
-"""Experts that a rank keeps when others are taken from it: six of 64 a layer, so 32 rows of two
-experts have some for it in 498 of 500 calls."""
+"""Slots that a rank keeps when experts are taken from it, one of them empty: five or six of 64
+experts a layer, so 32 rows of two have some for it in 498 of 500 calls."""
 COPY_BYTES_PER_S = 300_000
 """Into each rank; an expert is 49,152 bytes, so 27 of them take about four seconds into one."""
 ROWS, AUDIT_ROWS, OPEN_CALLS = 32, 128, 3

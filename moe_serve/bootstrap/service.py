@@ -50,7 +50,7 @@ from moe_serve.controller.journal_store import peek
 from moe_serve.errors import NotFound, StartRefused
 from moe_serve.router.faults import ContributionFault
 from moe_serve.rpc.auth import TokenFile
-from moe_serve.rpc.options import channel_credentials
+from moe_serve.rpc.options import channel_credentials, server_credentials
 from moe_serve.wire.security import CurveKeys
 from placement.topology import MoeSpec
 
@@ -231,6 +231,8 @@ def check_files(config: ServiceConfig) -> None:
         TokenFile(security.token_file)
     if security.tls_ca_file is not None:
         channel_credentials(security.tls_ca_file)
+    if security.tls_cert_file is not None and security.tls_key_file is not None:
+        server_credentials(security.tls_cert_file, security.tls_key_file)
 
 
 def check_journal(config: ServiceConfig) -> None:
@@ -365,9 +367,9 @@ def deploy(
         raise
 
 
-def _answer(reference: Any, timeout_s: float) -> Mapping[str, Any]:
-    """What the starting controller says. Raises StartRefused where its process ended or is
-    silent."""
+def _answer(reference: Any, timeout_s: float, advice: str = "") -> Mapping[str, Any]:
+    """What the starting controller says. Raises StartRefused where its process ended, or is silent:
+    then with `advice`."""
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
@@ -375,7 +377,7 @@ def _answer(reference: Any, timeout_s: float) -> Mapping[str, Any]:
         said: Mapping[str, Any] = ray.get(reference, timeout=timeout_s)
     except GetTimeoutError as error:
         raise StartRefused(
-            f"the controller did not answer within {timeout_s:g} s; give it longer with `--wait`"
+            f"the controller did not answer within {timeout_s:g} s{advice}"
         ) from error
     except RayError as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -390,7 +392,7 @@ def _start(plan: PartsPlan, wait_s: float, progress: Progress, drill: Drill) -> 
     progress("starting the controller")
     controller = create_controller(plan, drill)
     deadline_s = time.monotonic() + wait_s
-    started = _answer(controller.start.remote(), wait_s)
+    started = _answer(controller.start.remote(), wait_s, "; it may need longer: `--wait`")
     if started["fault"]:
         raise StartRefused(str(started["fault"]))
     progress("filling the ranks and waiting for the first routing table")

@@ -51,7 +51,8 @@ def handlers_kept() -> Iterator[None]:
     if not _in_main_thread():
         yield
         return
-    before = {n: h for n in _ENDING if callable(h := signal.getsignal(n))}
+    taken = {number: signal.getsignal(number) for number in _ENDING}
+    before = {n: h for n, h in taken.items() if callable(h) or h is signal.SIG_IGN}
     try:
         yield
     finally:

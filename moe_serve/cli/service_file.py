@@ -30,8 +30,9 @@ def _accepted(file: Path, accept_insecure: bool) -> ServiceConfig:
     except ConfigInvalid as found:
         # The flag helps only where it is the one thing that is missing; positions of all other
         # faults are those of the file as it is written.
-        if len(found.faults) > 1 or FLAG not in found.faults[0].problem:
-            raise
+        others = tuple(fault for fault in found.faults if FLAG not in fault.problem)
+        if others:
+            raise ConfigInvalid(others) from None
         try:
             return parse_config(_accepting(file.read_bytes()), str(file))
         except (ConfigInvalid, OSError, yaml.YAMLError):

@@ -109,10 +109,8 @@ class PartCreator:
         self._make(PartKind.SHARD, str(rank), part)
 
     def replace_router(self, router: str) -> None:
-        """Create a router, ending the life there was; one that is not to be only ends, drained."""
+        """Create a router, ending the life there was; none that is not to be."""
         if router not in self._routers:
-            for name in self._names_of(PartKind.ROUTER, router):
-                self.end_soon(name)
             return
         self._make(PartKind.ROUTER, router, self._parts.routers.get(router))
 

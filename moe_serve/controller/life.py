@@ -234,7 +234,7 @@ class Life:
 
     async def _start_parts(self) -> None:
         """Adopted parts first, then what the engine must know to be gone, then what is missing."""
-        for name in [*self.beginning.adopted.to_end, *self._of_removed()]:
+        for name in [*self.beginning.adopted.to_end, *self._not_wanted()]:
             # Beside the rest: the cluster's head may be away, and those who serve do not wait.
             self.creator.end_soon(name)
         for part in self._found():
@@ -258,19 +258,26 @@ class Life:
             *(p for p in adopted.shards if self._rank_place(p.name.rank) is not None),
         ]
 
-    def _of_removed(self) -> list[str]:
-        """Shards of ranks that have left, which nobody has ended yet: those that answered, and
-        those that the journal names, for one that does not answer may live as well."""
+    def _not_wanted(self) -> list[str]:
+        """Shards of ranks that have left, and routers that the service is not to have any more,
+        which nobody has ended yet: those that answered, and those that the journal names, for one
+        that does not answer may live as well."""
         ranks = self.beginning.engine.state.ranks
         removed = {rank.rank for rank in ranks if rank.status is RankStatus.REMOVED}
-        adopted = (str(part.name) for part in self.beginning.adopted.shards)
-        names = dict.fromkeys([*adopted, *self.beginning.journal_names])
+        places, adopted = set(self.settings.routers), self.beginning.adopted
+        shards, routers = (
+            (str(p.name) for p in adopted.shards),
+            (str(p.name) for p in adopted.routers),
+        )
+        named = [
+            (name, part)
+            for name in dict.fromkeys([*shards, *routers, *self.beginning.journal_names])
+            if (part := parse(self.settings.service_id, name)) is not None
+        ]
         return [
             name
-            for name in names
-            if (part := parse(self.settings.service_id, name)) is not None
-            and part.kind is PartKind.SHARD
-            and part.rank in removed
+            for name, part in named
+            if (part.rank in removed if part.kind is PartKind.SHARD else part.place not in places)
         ]
 
     def _rank_place(self, rank: int) -> RankPlace | None:

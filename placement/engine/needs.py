@@ -92,7 +92,8 @@ def _asked(turn: Turn) -> bool:
             turn.record("asked", "refused", f"plan {stored.plan_id}: {changed}")
         else:
             start_run(turn, stored.plan, "asked", rule="asked", plan_id=stored.plan_id)
-            stored.begun = True
+            for kept in state.stored:
+                kept.begun = kept.begun or kept.plan_id == stored.plan_id
         return True
     if state.asks and not turn.layout().missing():
         ask = state.asks.pop(0)

@@ -10,8 +10,8 @@ leaks where even the lower end of the interval is above the bar. Counts (file de
 tasks) are small and jump with the load, with faults and with peers that come and go, but what has
 leaked never comes back: it lifts every reading. So neither the lowest nor the median reading of a
 third alone tells: both must be higher in the last third than in the first by more than the bar. And
-a leak goes on: a count that rises in one step and stays (a pool's threads or a socket's context,
-made when they are first needed) has not risen in both halves of the way.
+a leak goes on: what rises in one step and stays (a pool's threads or a socket's context, made when
+they are first needed) is none, so the greatest step is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,8 @@ RSS_LIFE_S = 600.0
 """... and whose memory is: before, every process still fills its caches and pools."""
 RSS_MOVES = 50
 """Fewest moves in such a life: their cost could not be told from noise."""
+LEVELS = 8
+"""Blocks of a life in which steps of its counts are looked for."""
 BLOCKS = 10
 Z = 1.96
 
@@ -132,26 +134,27 @@ def slope_of(x: Sequence[float], y: Sequence[float], blocks: int = BLOCKS) -> Sl
     return Slope(float(np.median(slopes)), float(slopes[least]), float(slopes[most]))
 
 
-def thirds_of(values: Sequence[float]) -> tuple[Sequence[float], ...]:
-    """First, middle and last third; nothing of fewer than six."""
-    third = len(values) // 3
-    return (values[:third], values[third:-third], values[-third:]) if third >= 2 else ()
-
-
 def gain_of(values: Sequence[float]) -> float:
     """By how much the lowest and the median value of the last third both exceed those of the first;
     0 with fewer than six."""
-    if not (thirds := thirds_of(values)):
+    third = len(values) // 3
+    if third < 2:
         return 0.0
-    first, _, last = thirds
+    first, last = values[:third], values[-third:]
     return min(min(last) - min(first), float(np.median(last) - np.median(first)))
 
 
-def goes_on(values: Sequence[float]) -> bool:
-    """Whether the median rises from each third to the next. (The upper one of an even number: half
-    of a step is no level.)"""
-    levels = [sorted(third)[len(third) // 2] for third in thirds_of(values)]
-    return len(levels) > 0 and all(a < b for a, b in pairwise(levels))
+def beside_one_step(values: Sequence[float]) -> float:
+    """By how much a level has risen for good, its greatest single step left out; 0 with fewer than
+    two values a block. A level is a block's median (the upper one of an even number: half of a step
+    is none), and has risen for good where none later is lower."""
+    if len(values) < 2 * LEVELS:
+        return 0.0
+    edges = np.linspace(0, len(values), LEVELS + 1).astype(int)
+    levels = [sorted(values[a:b])[(b - a) // 2] for a, b in pairwise(edges)]
+    lasting = list(accumulate(reversed(levels), min))[::-1]
+    steps = [b - a for a, b in pairwise(lasting)]
+    return sum(steps) - max(steps)
 
 
 def growth_of(life: Life) -> Growth:
@@ -172,7 +175,7 @@ def growth_of(life: Life) -> Growth:
         leaks += [
             f"{who}: {name} grew by {gain:.0f}, allowed are {COUNT_BAR:.0f}{_grown(warm, name)}"
             for name, gain in counts.items()
-            if gain > COUNT_BAR and goes_on(values[name])
+            if gain > COUNT_BAR and beside_one_step(values[name]) >= COUNT_BAR
         ]
     if life.seconds >= RSS_LIFE_S and moves >= RSS_MOVES and rss is not None:
         judged.append("rss")

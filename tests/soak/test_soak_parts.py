@@ -30,8 +30,8 @@ from tests.soak.slopes import (
     RSS_LIFE_S,
     Life,
     Reading,
+    beside_one_step,
     gain_of,
-    goes_on,
     growth_of,
     slope_of,
 )
@@ -121,24 +121,37 @@ def test_peers_that_come_and_go_are_no_leak() -> None:
     assert gain_of([30.0] * 10 + [33.0] * 20) == 3.0
 
 
-@pytest.mark.parametrize("at", [1, 9, 10, 15, 20, 29])
+@pytest.mark.parametrize("at", range(1, 60))
 def test_what_is_made_late_but_once_is_no_leak(at: int) -> None:
-    assert not goes_on([30.0] * at + [35.0] * (30 - at))
-    assert goes_on([30.0] * 10 + [31.0] * 10 + [33.0] * 10)
     late = life(600.0)
-    for one in late.readings[-60:]:
+    for one in late.readings[-at:]:
         one.counts["threads"] += 5.0
-    growth = growth_of(late)
-    assert growth.counts["threads"] == 5.0
-    assert growth.leaks == ()
+    assert growth_of(late).leaks == ()
 
 
-def test_what_is_made_again_and_again_is_a_leak() -> None:
-    twice = life(600.0)
-    for n, one in enumerate(twice.readings):
-        one.counts["threads"] += 2.0 * ((n > 65) + (n > 88))
-    (leak,) = growth_of(twice).leaks
-    assert "threads grew by 4" in leak
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_made_again_and_again_is_a_leak(seed: int) -> None:
+    """Wherever its steps fall, as long as they lie apart and between the thirds compared."""
+    rng, again = np.random.default_rng(seed), life(600.0)
+    first, second = int(rng.integers(65, 70)), int(rng.integers(80, 88))
+    for n, one in enumerate(again.readings):
+        one.counts["threads"] += 3.0 * ((n > first) + (n > second))
+    (leak,) = growth_of(again).leaks
+    assert "threads grew by 6" in leak
+
+
+@pytest.mark.parametrize("steps", [3, 4, 6])
+def test_a_leak_is_found_wherever_its_steps_fall(steps: int) -> None:
+    """Of those that the gain alone shows, nearly all; some lie so close that they look like one."""
+    rng, shown, found = np.random.default_rng(steps), 0, 0
+    for _ in range(300):
+        at = rng.integers(0, 90, steps)
+        values = [20.0 + 3.0 * int((at < n).sum()) for n in range(90)]
+        if gain_of(values) > 2.0:
+            shown += 1
+            found += beside_one_step(values) >= 2.0
+    assert shown > 100
+    assert found >= 0.9 * shown
 
 
 def test_a_short_life_is_not_judged() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,8 @@ import typer
 from rich.console import Group
 
 from moe_serve.bootstrap.preflight import NodeCheck
-from moe_serve.bootstrap.record import ServiceRecord, is_kept, read_record
+from moe_serve.bootstrap.ray_auth import join_auth
+from moe_serve.bootstrap.record import ServiceRecord, is_kept, read_record, service_dir
 from moe_serve.bootstrap.signals import end_as_interrupted
 from moe_serve.bootstrap.size import SizeReport
 from moe_serve.cli.exits import CannotReach, ExitCode
@@ -181,12 +183,13 @@ def _rehearse(
     if not ray_address:
         service.check_files(config)
     else:
-        from moe_serve.bootstrap.fleet import alive_nodes
         from moe_serve.bootstrap.preflight import preflight
-        from moe_serve.bootstrap.record import service_dir
 
+        join_auth(os.environ, Path.home())
         folder = str(service_dir(config.service, config.state_dir))
         with service.command_connected(ray_address, ship=ship):
+            from moe_serve.bootstrap.fleet import alive_nodes
+
             checks = preflight(config, alive_nodes(), folder, report.slot_bytes)
     fit = report.fits and not any(check.problems for check in checks)
     out.data(

@@ -326,5 +326,6 @@ def test_a_keeper_sets_up_rays_authentication_before_it_imports_ray(tmp_path: Pa
         capture_output=True,
         text=True,
         check=False,
+        timeout=120.0,
     )
     assert done.stdout == "the start was cut short: no room\n", done.stderr

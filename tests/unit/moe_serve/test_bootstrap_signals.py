@@ -60,6 +60,13 @@ def test_a_handler_that_something_inside_takes_is_given_back() -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, "only what this program had set"
 
 
+def test_an_end_stays_uncut_where_something_inside_takes_its_signals() -> None:
+    with uninterrupted():
+        with handlers_kept():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
 def test_other_threads_leave_signals_alone() -> None:
     before = {number: signal.getsignal(number) for number in ALL}
     seen: list[object] = []

@@ -1,6 +1,9 @@
 """validate, up --size, up --dry-run, down: what needs no cluster."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -236,6 +239,41 @@ def test_a_dry_run_refuses_a_token_file_that_others_may_read(tmp_path: Path) -> 
     result = _run("up", "-f", str(file), "--dry-run")
     assert result.exit_code == ExitCode.FAILED
     assert "open to others" in result.stderr
+
+
+DRY_RUN = """
+import sys
+from typer.testing import CliRunner
+from moe_serve.bootstrap import service
+from moe_serve.cli.app import app
+from moe_serve.errors import StartRefused
+
+def joined(address, ship=False):
+    import os
+    raise StartRefused(f"mode {os.environ.get('RAY_AUTH_MODE')}, ray {'ray' in sys.modules}")
+
+service.command_connected = joined
+told = CliRunner().invoke(app, ["up", "-f", sys.argv[1], "--dry-run", "--ray-address", "h:1"])
+print(told.stderr)
+"""
+
+
+def test_a_dry_run_on_a_cluster_sets_up_rays_authentication_before_it_imports_ray(
+    tmp_path: Path,
+) -> None:
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("0" * 64, encoding="utf-8")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", DRY_RUN, str(EXAMPLE)],
+        env=environ | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120.0,
+    )
+    assert "mode token, ray False" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("name", ["foo", "*", "../other/evil"])

@@ -175,3 +175,20 @@ async def test_a_router_that_is_not_to_be_ends_and_no_other_takes_its_place(tmp_
         await until(lambda: surplus not in rig.service.life.parts.names)
         assert not [name for name in cluster.living() if ":router-1:" in name]
         assert list(rig.state.routers) == ["router-0"]
+
+
+@pytest.mark.asyncio
+async def test_a_surplus_router_that_outlived_its_end_is_ended_by_the_next_controller(
+    tmp_path: Path,
+) -> None:
+    cluster = make_cluster()
+    async with controller(make_settings(tmp_path, num_routers=2), cluster) as rig:
+        await rig.ready()
+    surplus = next(name for name in cluster.living() if ":router-1:" in name)
+    for deaf in (10**6, 0):
+        cluster.deaf_kills = deaf
+        async with controller(make_settings(tmp_path, num_routers=1), cluster) as rig:
+            await rig.ready()
+            await until(lambda: "router-1" not in rig.state.routers)
+            if not deaf:
+                await until(lambda: surplus not in cluster.living())

@@ -269,6 +269,20 @@ def test_a_plan_is_shown_and_moves_nothing_until_it_is_applied():
     assert again.message == "it was applied already; compute the plan again"
 
 
+def test_a_plan_that_a_snapshot_was_taken_of_is_known_to_have_been_applied():
+    """In a snapshot the plan that is to start is a copy of the one that is kept."""
+    driver = two_ranks()
+    driver.feed(ev.PauseAsked(at_s=0.0, request_id=1))
+    driver.close_window(HOT)
+    shown = ask(driver, ev.PlanAsked)
+    state = driver.engine.state
+    state.apply_next = msgspec.structs.replace(state.stored[0])
+    driver.close_window(HOT)
+    assert len(driver.table.replicas(0, 0)) == 2
+    again = ask(driver, ev.ApplyAsked, plan_id=shown.plan_id)
+    assert again.message == "it was applied already; compute the plan again"
+
+
 def test_only_what_the_plan_touches_must_be_unchanged():
     spec = make_spec(num_layers=2)
     driver = EngineDriver(
