@@ -450,7 +450,7 @@ def test_without_the_library_the_next_step_is_named(monkeypatch: pytest.MonkeyPa
     import sys
 
     monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
-    with pytest.raises(StartRefused, match=r"moe-serve\[transformers\]"):
+    with pytest.raises(StartRefused, match="pip install 'transformers>=5'"):
         load_front_end("/nowhere")
 
 
