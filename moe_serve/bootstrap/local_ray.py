@@ -216,8 +216,8 @@ def _stop(pids: Sequence[int], temp_dir: str) -> None:
 def end_family(temp_dir: str) -> None:
     """End every process of the cluster of this temporary folder at once, whoever started it and
     whatever they start meanwhile. For one whose leaders nobody knows any more."""
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    while (found := _family(temp_dir)) and time.monotonic() < deadline:
+    deadline, sessions = time.monotonic() + STOP_TIMEOUT_S, set[int]()
+    while (found := _family(temp_dir, sessions)) and time.monotonic() < deadline:
         for pid in found:
             _signal(pid, signal.SIGKILL)
         time.sleep(0.05)
@@ -228,10 +228,27 @@ def local_ray_alive(pids: Sequence[int], temp_dir: str) -> bool:
     return any(_is_ours(pid, temp_dir) and _alive(pid) for pid in pids)
 
 
-def _family(temp_dir: str) -> list[int]:
-    """Every process that our Ray nodes of this folder started, on however many levels."""
-    ids = (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal())
-    return [pid for pid in ids if _is_ours(pid, temp_dir)]
+def _family(temp_dir: str, sessions: set[int]) -> list[int]:
+    """Every process that our Ray nodes of this folder started, on however many levels.
+
+    Some give themselves a title (Ray's agents), which is written over what tells whose they are:
+    these are known by their session, which a node of ours leads, or led. `sessions`: those found so
+    far, for when nothing else is left of one.
+    """
+    ids = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
+    ours = {pid for pid in ids if _is_ours(pid, temp_dir)}
+    led = {_session(pid) for pid in ours} - {os.getsid(0), 0}
+    sessions |= {leader for leader in led if leader in ours or leader not in ids}
+    named_anew = {pid for pid in ids if _session(pid) in sessions and _state(pid) not in "Z?"}
+    return sorted(ours | named_anew)
+
+
+def _session(pid: int) -> int:
+    """Session of a process, 0 for one that has ended."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def _is_ours(pid: int, temp_dir: str) -> bool:

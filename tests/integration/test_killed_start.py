@@ -71,7 +71,7 @@ def test_a_start_that_is_killed_leaves_nothing(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_kept_service_ends_with_its_keeper(shell: Shell) -> None:
-    keeper = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "moe_serve", "up", "--keep", "-f", EXAMPLE],
         env=shell.environment,
         cwd=ROOT,
@@ -79,19 +79,18 @@ def test_a_kept_service_ends_with_its_keeper(shell: Shell) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-    )
-    try:
-        assert keeper.stdout is not None
-        said = ""
-        while "Next:" not in said:  # the test's own limit ends a start that hangs
-            line = keeper.stdout.readline()
-            assert line, said
-            said += line
-        assert shell.cli("status", "--check").returncode == 0
-        keeper.send_signal(signal.SIGTERM)
-        assert keeper.wait(120.0) == 0
-    finally:
-        keeper.kill()
-        keeper.wait()
+    ) as keeper:
+        try:
+            assert keeper.stdout is not None
+            said = ""
+            while "Next:" not in said:  # the test's own limit ends a start that hangs
+                line = keeper.stdout.readline()
+                assert line, said
+                said += line
+            assert shell.cli("status", "--check").returncode == 0
+            keeper.send_signal(signal.SIGTERM)
+            assert keeper.wait(120.0) == 0
+        finally:
+            keeper.kill()
     assert shell.left() == {}
     assert shell.cli("status").returncode == 3

@@ -109,3 +109,28 @@ def test_who_comes_to_its_end_hands_over(tmp_path: Path, how: str) -> None:
     assert scratch.exists()
     end_family(str(scratch / "ray"))
     assert alive_with(scratch / "ray") == []
+
+
+NODE = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={})
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_does_not_tell_whose_it_is_ends_with_the_session_of_its_node(
+    tmp_path: Path,
+) -> None:
+    """As Ray's agents, whose titles are written over it."""
+    folder = tmp_path / "ray"
+    with subprocess.Popen(
+        [sys.executable, "-c", NODE],
+        env={**os.environ, "RAY_TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as node:
+        assert node.stdout is not None
+        child = int(node.stdout.readline())
+        end_family(str(folder))
+    wait_until(lambda: not Path(f"/proc/{child}").exists())
