@@ -30,6 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from moe_serve.controller.polls import HUNG_ROUTER_S
 from placement.config import RebalanceConfig
 from placement.messages import history as h
 from placement.messages.history import AnyFact, Fact, from_lines
@@ -59,6 +60,8 @@ STILL_S = 10.0
 """A plan may stand still, and a window be late, so much longer than two windows."""
 SETTLE_S = 0.5
 """Facts that are in memory are in the file after this time."""
+CUT_OFF = "cut-off"
+"""Kind of fault: a router, by its place, that the controller does not reach."""
 READER = "reader"
 """Who a fact is of that was concluded from others."""
 
@@ -238,14 +241,21 @@ class _Lives:
         return frozenset(self.died_s)
 
     def unexplained(self) -> list[str]:
-        """Lives that ended though nobody ended them, and no controller had a reason to: I11."""
+        """Lives that ended though nobody ended them, and no controller had a reason to: I11. It has
+        one where it has not heard of a router for too long."""
         touched = self._deeds.killed.keys() | {pid for pid, _, _ in self._deeds.paused}
+        hung = {
+            place
+            for kind, place, from_s, to_s in self._deeds.faults
+            if kind == CUT_OFF and to_s - from_s > HUNG_ROUTER_S
+        }
         return [
             f"I11: {who} (process {self.began[who].pid}) ended, was succeeded by "
             f"{self.succeeded[who]}, and nobody had ended it"
             for who in sorted(self.died_s)
             if self.began[who].pid not in touched
             and who not in self._given_up
+            and who.partition("/")[0] not in hung
             and who in self._joined
         ]
 

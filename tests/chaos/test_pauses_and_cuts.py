@@ -28,7 +28,7 @@ from moe_serve.shard.actor import SHARD_ENV_VARS
 from moe_serve.shard.faults import FaultPoints
 from tests.chaos.cluster import Nodes, more_nodes
 from tests.chaos.faults import Faults
-from tests.chaos.history import Deeds, check_history, read_history
+from tests.chaos.history import CUT_OFF, Deeds, check_history, read_history
 from tests.chaos.marker_service import (
     WORKLOAD,
     await_calm,
@@ -369,6 +369,7 @@ def test_a_router_that_the_controller_does_not_reach_serves_rightly(
             service.admin.undrain(rank)
             rank = (rank + 1) % len(start.ranks)
         losses.heal()
+        faults.deeds.faults.append((CUT_OFF, "router-0", cut_at_s, time.monotonic()))
         healed_s = seconds_until("both routers use the newest table", lambda: both_newest(service))
         traffic.more(50)
     end = await_calm(service)

@@ -10,12 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from moe_serve.controller.polls import HUNG_ROUTER_S
 from placement.messages import events as ev
 from placement.messages import history as h
 from placement.messages.history import Fact, to_line
 from placement.sim.runner import SAFETY_MAX_S
 from placement.sim.world import World
-from tests.chaos.history import Deeds, check_history, read_history
+from tests.chaos.history import CUT_OFF, Deeds, check_history, read_history
 from tests.chaos.planted_history import PLANTED, Planter, counted
 
 SEED = 4
@@ -126,6 +127,20 @@ def test_what_the_dead_did_not_note_breaks_no_promise(seed: int) -> None:
     assert len(deeds.killed) > 2
     assert broken(facts, deeds) == []
     assert any("nobody had ended it" in what for what in broken(facts))
+
+
+@pytest.mark.parametrize(("cut_s", "explained"), [(HUNG_ROUTER_S + 10.0, True), (5.0, False)])
+def test_a_router_that_the_controller_could_not_reach_for_long_may_be_replaced(
+    cut_s: float, explained: bool
+) -> None:
+    lives = [("router-0/1", 1.0, 21), ("router-0/2", 90.0, 22)]
+    facts: list[Fact] = []
+    for who, at_s, pid in lives:
+        facts.append(h.Began(who=who, seq=0, at_s=at_s, term=1, place="router-0", pid=pid))
+        facts.append(h.TableInstalled(who=who, seq=1, at_s=at_s, term=1, epoch=1))
+    deeds = Deeds(faults=[(CUT_OFF, "router-0", 2.0, 2.0 + cut_s)])
+    said = check_history(facts, deeds, need=())
+    assert explained != any("nobody had ended it" in what for what in said)
 
 
 # -- kills -----------------------------------------------------------------------------------------
