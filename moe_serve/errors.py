@@ -110,3 +110,8 @@ class StartRefused(MoeServeError):
     """`up` (or a part) will not start: one clear line with the reason and the next step."""
 
     code = "FAILED_PRECONDITION"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of others says first; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

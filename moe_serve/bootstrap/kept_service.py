@@ -21,7 +21,7 @@ from moe_serve.bootstrap.ray_auth import join_auth
 from moe_serve.bootstrap.record import ServiceRecord, kept, read_record, service_dir
 from moe_serve.bootstrap.service import answers, command_connected, down, head_alive
 from moe_serve.bootstrap.signals import uninterrupted
-from moe_serve.errors import NotFound, StartRefused
+from moe_serve.errors import NotFound, StartRefused, first_line
 
 Progress = Callable[[str], None]
 
@@ -41,8 +41,7 @@ class KeptService:
         try:
             return self._started()
         except _and_rays(OSError) as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise StartRefused(f"the start was cut short: {lines[0]}") from error
+            raise StartRefused(f"the start was cut short: {first_line(error)}") from error
 
     def _started(self) -> ServiceRecord:
         running = self.record()
@@ -81,8 +80,7 @@ class KeptService:
 
                 return controller_name(self.service) not in actor_names(self.service)
         except _and_rays(StartRefused, ConnectionError) as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            self.progress(f"neither {self.service} nor its Ray answers: {lines[0]}")
+            self.progress(f"neither {self.service} nor its Ray answers: {first_line(error)}")
             return False
 
     def clear(self, record: ServiceRecord) -> None:
@@ -110,8 +108,7 @@ class KeptService:
                     kill_actor(name)
         except _and_rays(StartRefused, ConnectionError) as error:
             # The next start says so too, and is tried again.
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            self.progress(f"parts that have no controller are not ended yet: {lines[0]}")
+            self.progress(f"parts that have no controller are not ended yet: {first_line(error)}")
 
     @contextlib.contextmanager
     def _joined(self, record: ServiceRecord) -> Iterator[None]:

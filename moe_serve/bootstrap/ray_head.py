@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from moe_serve.errors import StartRefused
+from moe_serve.errors import StartRefused, first_line
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -47,7 +47,7 @@ def find_head(address: str) -> RayHead:
         found = ray_private.head_address(address)
         shown = ray_private.token_metadata()
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise StartRefused(f"cannot join Ray at {address}: {_first_line(error)}") from error
+        raise StartRefused(f"cannot join Ray at {address}: {first_line(error)}") from error
     if not found:
         raise StartRefused(f"no Ray cluster found for address {address!r}; give host:port")
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
@@ -87,7 +87,3 @@ def _admitted(address: str, metadata: Metadata) -> bool:
                 "and is this the port of its GCS (usually 6379)?"
             ) from error
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

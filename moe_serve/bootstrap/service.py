@@ -47,7 +47,7 @@ from moe_serve.bootstrap.size import size_report
 from moe_serve.bootstrap.starting import findable, own_cluster
 from moe_serve.config import ServiceConfig
 from moe_serve.controller.journal_store import peek
-from moe_serve.errors import NotFound, StartRefused
+from moe_serve.errors import NotFound, StartRefused, first_line
 from moe_serve.router.faults import ContributionFault
 from moe_serve.rpc.auth import TokenFile
 from moe_serve.rpc.options import channel_credentials, server_credentials
@@ -277,8 +277,7 @@ def connected(address: str, *, ship: bool = False) -> Iterator[RayHead]:
                 runtime_env={"py_modules": modules} if modules else None,
             )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise StartRefused(f"cannot join Ray at {address}: {lines[0]}") from error
+        raise StartRefused(f"cannot join Ray at {address}: {first_line(error)}") from error
     try:
         yield head
     finally:
@@ -380,8 +379,9 @@ def _answer(reference: Any, timeout_s: float, advice: str = "") -> Mapping[str, 
             f"the controller did not answer within {timeout_s:g} s{advice}"
         ) from error
     except RayError as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise StartRefused(f"the controller ended or hangs while it starts: {lines[0]}") from error
+        raise StartRefused(
+            f"the controller ended or hangs while it starts: {first_line(error)}"
+        ) from error
     return said
 
 

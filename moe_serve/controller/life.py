@@ -19,7 +19,7 @@ from moe_serve.controller.facts import ControllerFacts
 from moe_serve.controller.fail_points import FailPoints
 from moe_serve.controller.figures import Figures
 from moe_serve.controller.journal_rows import snapshot_row
-from moe_serve.controller.names import PartKind, parse
+from moe_serve.controller.names import PartKind, PartName, parse
 from moe_serve.controller.parts import AnyPart, PartTable, ShardPart
 from moe_serve.controller.polls import Polls
 from moe_serve.controller.publisher import Publisher
@@ -264,20 +264,21 @@ class Life:
         that does not answer may live as well."""
         ranks = self.beginning.engine.state.ranks
         removed = {rank.rank for rank in ranks if rank.status is RankStatus.REMOVED}
-        places, adopted = set(self.settings.routers), self.beginning.adopted
-        shards, routers = (
-            (str(p.name) for p in adopted.shards),
-            (str(p.name) for p in adopted.routers),
-        )
-        named = [
-            (name, part)
-            for name in dict.fromkeys([*shards, *routers, *self.beginning.journal_names])
-            if (part := parse(self.settings.service_id, name)) is not None
+        answered: list[AnyPart] = [
+            *self.beginning.adopted.shards,
+            *self.beginning.adopted.routers,
         ]
+        names = [*(str(part.name) for part in answered), *self.beginning.journal_names]
+
+        def left(part: PartName) -> bool:
+            if part.kind is PartKind.SHARD:
+                return part.rank in removed
+            return part.place not in self.settings.routers
+
         return [
             name
-            for name, part in named
-            if (part.rank in removed if part.kind is PartKind.SHARD else part.place not in places)
+            for name in dict.fromkeys(names)
+            if (part := parse(self.settings.service_id, name)) is not None and left(part)
         ]
 
     def _rank_place(self, rank: int) -> RankPlace | None:

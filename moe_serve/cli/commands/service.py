@@ -42,8 +42,8 @@ def validate(
 ) -> None:
     """Check a service file; print every fault with its line and column.
 
-    The file alone: `up --size` also looks at the checkpoint and the sizes, `up --dry-run` at all
-    that `up` checks.
+    The file alone: `up --size` also looks at the checkpoint and the sizes, `up --dry-run` at what
+    `up` checks before it starts anything.
     """
     out = Output(output)
     try:

@@ -224,6 +224,14 @@ def tell_a_pause(rows: list[Row]) -> bool:
     return any(one.engine.state.paused for one in told)
 
 
+async def pause_while_full(rig: Rig, disk: Disk) -> None:
+    """A pause is asked for, its snapshot is refused twice, and then there is room again."""
+    disk.full = True
+    await rig.service.life.driver.ask(lambda n: PauseAsked(at_s=0.0, request_id=n, reason="quiet"))
+    await until(lambda: sum(map(tell_a_pause, disk.refused)) >= 2)
+    disk.full = False
+
+
 @pytest.mark.asyncio
 async def test_a_pause_on_a_full_disk_is_on_disk_once_there_is_room(
     tmp_path: Path, disk: Disk
@@ -232,12 +240,8 @@ async def test_a_pause_on_a_full_disk_is_on_disk_once_there_is_room(
     cluster = make_cluster()
     async with controller(make_settings(tmp_path), cluster) as rig:
         await rig.ready()
-        driver = rig.service.life.driver
-        disk.full = True
-        await driver.ask(lambda n: PauseAsked(at_s=0.0, request_id=n, reason="quiet please"))
-        await until(lambda: sum(map(tell_a_pause, disk.refused)) >= 2)
-        disk.full = False
-        await until(lambda: not driver.problem)
+        await pause_while_full(rig, disk)
+        await until(lambda: not rig.service.life.driver.problem)
         assert rig.state.paused
     async with controller(make_settings(tmp_path), cluster) as rig:
         assert rig.state.paused
@@ -461,12 +465,7 @@ async def test_what_was_refused_twice_is_told_with_the_next_commit(
     cluster = make_cluster()
     async with controller(make_settings(tmp_path), cluster) as rig:
         await rig.ready()
-        disk.full = True
-        await rig.service.life.driver.ask(
-            lambda n: PauseAsked(at_s=0.0, request_id=n, reason="quiet")
-        )
-        await until(lambda: sum(map(tell_a_pause, disk.refused)) >= 2)
-        disk.full = False
+        await pause_while_full(rig, disk)
         before = cluster.router()
         assert before is not None
         cluster.die(before.name)
