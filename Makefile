@@ -88,8 +88,9 @@ soak: setup  ## random faults under load: make soak MINUTES=60 SEED=0 OUT=result
 
 reference: setup  ## regenerate docs/reference from the code
 	$(BIN)/python -m docs.make_reference
+	$(BIN)/python -m docs.make_monitoring
 
-picture: setup  ## make README's picture of the page from a run of the demo
+picture: setup  ## make the pictures of the page, light and dark, from a run of the demo
 	$(BIN)/python -m docs.make_page_image
 
 bench: setup  ## ratios of the data path and of the compute backends

@@ -218,7 +218,8 @@ def _check(answers: Answers) -> None:
 # -- what it costs ---------------------------------------------------------------------------------
 
 
-def _cpu_s(pids: Sequence[int]) -> float:
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """Processor seconds that these processes have used, by the kernel's count."""
     total = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -248,13 +249,13 @@ def _blocks(folder: Path, seed: int, rounds: int) -> dict[str, Any]:
 
 
 def _block(service: Service, mover: Mover, pids: Sequence[int], *, moving: bool) -> Block:
-    moves, cpu_s, from_s = _moves_done(service), _cpu_s(pids), time.monotonic()
+    moves, cpu_s, from_s = _moves_done(service), cpu_seconds(pids), time.monotonic()
     if moving:
         mover.thin_next()
     else:
         mover.stay()
     to_s = time.monotonic()
-    cpu_s = _cpu_s(pids) - cpu_s
+    cpu_s = cpu_seconds(pids) - cpu_s
     return Block(moving, from_s, to_s, cpu_s, _moves_done(service) - moves)
 
 

@@ -1,7 +1,8 @@
 """Write the reference pages from the code: `python -m docs.make_reference`.
 
-docs/reference/config.md comes from the schema of the service file, docs/reference/cli.md from the
-commands; a test fails where a page differs from what this writes.
+docs/reference/config.md comes from the schema of the service file, cli.md from the commands,
+grpc.md from the comments of protos/, metrics.md from the registry of metrics, http.md from
+the endpoints of the page; a test fails where a page differs from what this writes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.models import ArgumentInfo, ParameterInfo
 
+from docs.grpc_reference import grpc_page
+from docs.http_reference import http_page
+from docs.metrics_reference import metrics_page
 from moe_serve.cli.app import app
-from moe_serve.cli.exits import ExitCode
+from moe_serve.cli.exits import MEANINGS
 from moe_serve.config import schema
 from placement.config import RebalanceConfig
 
@@ -33,11 +37,6 @@ _NOTE = (
 )
 _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 _WORDS: dict[type, str] = {str: "TEXT", int: "N", float: "N", Path: "PATH"}
-_CODES = {
-    "OK": "Done.",
-    "FAILED": "Refused, or failed: the error says why.",
-    "INTERRUPTED": "Ctrl-C.",
-}
 _LENGTHS = (("min_length", "at least"), ("max_length", "at most"))
 
 
@@ -149,6 +148,9 @@ def _title(section: type[BaseModel]) -> str:
         schema.PortsConfig: "ports",
         schema.SecurityConfig: "security",
         schema.RebalanceSection: "rebalance",
+        schema.LogConfig: "log",
+        schema.TelemetryConfig: "telemetry",
+        schema.MetricsConfig: "metrics",
     }[section]
 
 
@@ -257,7 +259,19 @@ def _word_of(callback: Callable[..., Any]) -> str:
     return callback.__name__.replace("_", "-")
 
 
-def _usage(callback: Callable[..., Any]) -> str:
+def _commands() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every command as it is typed, and its function; those of groups after the others."""
+    groups = [("", app.registered_commands)]
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        groups.append((f"{group.name} ", group.typer_instance.registered_commands))
+    for prefix, commands in groups:
+        for command in commands:
+            assert command.callback is not None
+            yield prefix + _word_of(command.callback), command.callback
+
+
+def _usage(word: str, callback: Callable[..., Any]) -> str:
     hints = get_type_hints(callback, include_extras=True)
     arguments = [
         info.metavar or name.upper()
@@ -265,22 +279,22 @@ def _usage(callback: Callable[..., Any]) -> str:
         for info in getattr(hints[name], "__metadata__", ())
         if isinstance(info, ArgumentInfo)
     ]
-    return " ".join(["moe-serve", _word_of(callback), "[OPTIONS]", *arguments])
+    return " ".join(["moe-serve", word, "[OPTIONS]", *arguments])
 
 
 def cli_page() -> str:
     """The page of the command line: global options, exit codes, one table a command."""
     assert app.registered_callback is not None
     assert app.registered_callback.callback is not None
-    codes = _CODES | _attribute_docs(ExitCode)
     lines = [
         "# The command line",
         "",
         _NOTE,
         "",
-        "Data goes to standard output, progress and errors to standard error. `-o json` is for "
-        "programs; a command that",
-        "goes on prints one JSON document a line. `-h` after a command prints its help.",
+        "Data goes to standard output, progress and errors to standard error. `-o json` and "
+        "`-o yaml` are for programs; a",
+        "command that goes on prints one document a line, or after each `---`. `-h` after a "
+        "command prints its help.",
         "",
         "## Global options",
         "",
@@ -295,18 +309,26 @@ def cli_page() -> str:
         "| Code | Name | Meaning |",
         "|---|---|---|",
     ]
-    lines += [f"| {one.value} | {one.name} | {codes[one.name]} |" for one in ExitCode]
+    lines += [
+        f"| {one.value} | {one.name} | {text[0].upper()}{text[1:]}. |"
+        for one, text in MEANINGS.items()
+    ]
     lines.append("")
-    for command in app.registered_commands:
-        callback = command.callback
-        assert callback is not None
-        lines += [f"## {_word_of(callback)}", "", f"`{_usage(callback)}`", ""]
+    for word, callback in _commands():
+        lines += [f"## {word}", "", f"`{_usage(word, callback)}`", ""]
         lines += [inspect.cleandoc(callback.__doc__ or ""), ""]
-        lines += ["| Option | Meaning |", "|---|---|", *_options(callback), ""]
+        options = list(_options(callback))
+        lines += ["| Option | Meaning |", "|---|---|", *options, ""] if options else []
     return "\n".join(lines)
 
 
-PAGES = {"config.md": config_page, "cli.md": cli_page}
+PAGES = {
+    "config.md": config_page,
+    "cli.md": cli_page,
+    "grpc.md": lambda: grpc_page(_NOTE),
+    "http.md": lambda: http_page(_NOTE),
+    "metrics.md": lambda: metrics_page(_NOTE),
+}
 """File under docs/reference -> what writes it."""
 
 

@@ -10,8 +10,12 @@ from pathlib import Path
 
 from tests.browser.cdp import browser_tab, chromium
 
-LIVE = "document.documentElement.dataset.worth === 'live'"
-DRAWN = "Number(document.querySelector('.map canvas')?.dataset.window) > 0"
+# Live, and drawn where the view has the map.
+READY = (
+    "document.documentElement.dataset.worth === 'live'"
+    " && Number(document.documentElement.dataset.window) > 0"
+    " && Number(document.querySelector('.map canvas')?.dataset.window ?? 1) > 0"
+)
 
 
 async def take(arguments: argparse.Namespace) -> None:
@@ -22,7 +26,7 @@ async def take(arguments: argparse.Namespace) -> None:
     async with browser_tab(program) as tab:
         await tab.theme(arguments.theme)
         await tab.open(arguments.url, arguments.width, arguments.height, arguments.scale)
-        await tab.until(f"{LIVE} && {DRAWN}", 60.0)
+        await tab.until(READY, 60.0)
         await asyncio.sleep(arguments.watch_s)
         if arguments.until:
             await tab.until(arguments.until, 120.0)

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from moe_serve.stage_counts import StageCounts
 from placement.load import DemandReport, HotnessReport
 from placement.messages.effects import ShardCommand
 from placement.messages.events import ResidentSlot, ShardAnswer
@@ -94,6 +95,8 @@ class SubCall:
     pair_expert: npt.NDArray[np.int32]
     request_id: str = ""
     """The caller's name for the request, "" where it gave none; for logs."""
+    trace: str = ""
+    """W3C `traceparent` of the router's span of this sub-call, "" where the request has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +117,15 @@ class SubReply:
     """Seconds of work queued at the rank when this reply was built."""
     backlog_seq: int
     queue_s: float
+    """From its arrival at the shard until its batch was taken."""
     compute_s: float
     """Its share, by pairs, of the seconds of the batch it was computed in."""
     detail: str = ""
     """Why rows were not served. Where they were REFUSED it begins with one of the words busy, late,
     draining, stopping, stalled, broken; the last two are in `FAULT_WORDS`."""
+    rest_s: float = 0.0
+    """What it was at the shard beside these two: the shares of others in its batch, merging and
+    answering. To 4 % where it came by wire; 0 where the shard does not tell."""
 
 
 FAULT_WORDS: Final = ("stalled", "broken")
@@ -139,8 +146,7 @@ class ShardChannel(Protocol):
         ...
 
     async def forward(self, call: SubCall) -> SubReply:
-        """Send and await the reply. Raises WireLost (disconnect, no answer in timeout_s),
-        InvalidArgument."""
+        """The reply. Raises WireLost (disconnect, no answer in timeout_s), InvalidArgument."""
         ...
 
     async def fetch_table(self) -> RoutingTable | None:
@@ -179,8 +185,7 @@ class ShardInfo:
 
 @dataclass(frozen=True, slots=True)
 class RunningCopy:
-    """One copy that runs into a shard. Where `done_bytes` does not grow from one report to the
-    next, it stands still."""
+    """One copy that runs into a shard; it stands still where `done_bytes` does not grow."""
 
     step_id: int
     slot: int
@@ -243,8 +248,7 @@ class ShardReport:
 
 
 class ShardPort(Protocol):
-    """The controller's way to one shard. Every call is idempotent by (step id, tag) and carries the
-    term."""
+    """The controller's way to one shard. Calls carry the term; idempotent by (step id, tag)."""
 
     async def describe(self) -> ShardInfo:
         """Identity, inventory, budgets."""
@@ -313,6 +317,8 @@ class RouterReport:
     nothing of one's own tables, though the numbers may be the same."""
     stopped: bool = False
     """It was told to stop and has: its process lives, and serves nobody any more."""
+    stages: StageCounts | None = None
+    """Where the time of its answered requests went; None where it does not tell."""
 
 
 class RouterPort(Protocol):
@@ -371,8 +377,7 @@ class Fleet(Protocol):
     async def create_shard(
         self, name: str, rank: int, incarnation: int, place: RankPlace = FILE_PLACE
     ) -> ShardPort:
-        """Start a shard actor for the rank and wait until it answers. Raises StartRefused,
-        Unavailable."""
+        """Start a rank's shard and wait until it answers. Raises StartRefused, Unavailable."""
         ...
 
     async def create_router(
@@ -408,8 +413,7 @@ class Fleet(Protocol):
         ...
 
     async def claim_term(self, term: int) -> bool:
-        """Atomic create-if-absent of the term in the cluster's key-value store. False where it is
-        taken."""
+        """Create the term in the cluster's key-value store, atomically. False where it is taken."""
         ...
 
     async def highest_term(self) -> int:

@@ -110,6 +110,7 @@ class FakeShard:
             backlog_seq=len(self.calls),
             queue_s=0.0,
             compute_s=0.001,
+            rest_s=0.0,
         )
         return reply if self.change_reply is None else self.change_reply(reply)
 

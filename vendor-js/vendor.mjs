@@ -3,11 +3,13 @@
 //   npm ci && node vendor.mjs            write moe_serve/dashboard/static/vendor
 //   npm ci && node vendor.mjs --check    exit 1 where that folder differs
 //
+// The checker that the page's tests run (axe-core, not in the wheel) goes to tests/browser/vendor.
+//
 // Nothing is compiled. Two things change: bare imports become relative ones (a browser cannot
 // resolve "preact", and an inline import map would need a hole in the content security policy), and
 // links to source maps go, because the maps are not shipped.
 import { createHash } from "node:crypto";
-import { mkdirSync, readFileSync, readdirSync, rmSync, writeFileSync } from "node:fs";
+import { existsSync, mkdirSync, readFileSync, readdirSync, rmSync, writeFileSync } from "node:fs";
 import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
 
@@ -59,10 +61,15 @@ for (const of of PACKAGES) {
 }
 wanted.set("manifest.json", JSON.stringify(manifest, null, 2) + "\n");
 
+/** For the tests: copied as it is. */
+const tests = join(here, "..", "tests", "browser", "vendor");
+const axe = new Map([["axe.min.js", "axe.min.js"], ["LICENSE", "axe.LICENSE.txt"]].map(([from, out]) => [out, readFileSync(join(modules, "axe-core", from), "utf8")]));
+
 if (process.argv.includes("--check")) {
   const there = new Set(readdirSync(target));
   const wrong = [...wanted].filter(([name, text]) => !there.has(name) || readFileSync(join(target, name), "utf8") !== text);
   const extra = [...there].filter((name) => !wanted.has(name));
+  wrong.push(...[...axe].filter(([name, text]) => !existsSync(join(tests, name)) || readFileSync(join(tests, name), "utf8") !== text));
   for (const [name] of wrong) console.error(`${name} differs from the pinned package; run node vendor.mjs`);
   for (const name of extra) console.error(`${name} comes from no pinned package; remove it`);
   process.exit(wrong.length + extra.length ? 1 : 0);
@@ -70,4 +77,6 @@ if (process.argv.includes("--check")) {
 rmSync(target, { recursive: true, force: true });
 mkdirSync(target, { recursive: true });
 for (const [name, text] of wanted) writeFileSync(join(target, name), text);
+mkdirSync(tests, { recursive: true });
+for (const [name, text] of axe) writeFileSync(join(tests, name), text);
 console.log(`wrote ${wanted.size} files to ${target}`);

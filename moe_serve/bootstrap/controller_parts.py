@@ -56,6 +56,8 @@ def controller_settings(plan: PartsPlan, drill: Drill = NO_DRILL) -> ControllerS
         state_dir_shared=config.state_dir_shared,
         host="127.0.0.1" if config.network == "loopback" else "",
         admin_port=config.ports.admin,
+        metrics_port=config.ports.metrics,
+        metrics_per_expert=config.metrics.per_expert,
         network=config.network,
         simulated=any(group.backend == "emulated" for group in config.fleet.ranks),
         token_file=config.security.token_file,
@@ -109,6 +111,9 @@ def create_dashboard(plan: PartsPlan, admin_address: str) -> str:
         enable_task_events=False,
         max_restarts=3,
         num_cpus=0,
+        # It binds 127.0.0.1: whoever started the service finds it where they did so.
+        label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
+        fallback_strategy=[{"label_selector": {}}],
         runtime_env={"env_vars": {**SHARD_ENV_VARS, "CUDA_VISIBLE_DEVICES": ""}},
     ).remote(
         admin_address,

@@ -19,7 +19,8 @@ from moe_serve.bootstrap.leftovers import clear_dead
 from moe_serve.bootstrap.local_ray import ensure_auth
 from moe_serve.bootstrap.ray_auth import join_auth
 from moe_serve.bootstrap.record import ServiceRecord, kept, read_record, service_dir
-from moe_serve.bootstrap.service import answers, command_connected, down, head_alive
+from moe_serve.bootstrap.refusals import answers, head_alive
+from moe_serve.bootstrap.service import command_connected, down
 from moe_serve.bootstrap.signals import uninterrupted
 from moe_serve.errors import NotFound, StartRefused, first_line
 

@@ -18,9 +18,8 @@ from typing import Any
 from moe_serve.bootstrap.size import rank_slots
 from moe_serve.config import ServiceConfig
 from moe_serve.errors import StartRefused
+from moe_serve.telemetry.logs import NODE_LABEL
 
-NODE_LABEL = "moe.node"
-"""Optional label with a node's name for people; else the first characters of its Ray id."""
 _SHOWN_MAX = 8
 """Labels, and names, of nodes that a refusal names at most."""
 

@@ -23,6 +23,7 @@ from moe_serve.shard.compute.base import ExpertSpec
 from moe_serve.shard.compute.build import backend_derived_bytes
 from moe_serve.shard.settings import ShardSettings
 from moe_serve.shard.work_queue import QueueLimits
+from moe_serve.telemetry.traces import TraceSettings
 from moe_serve.weights import Checkpoint, WeightsError
 from moe_serve.wire.codec import forward_bytes_max
 from moe_serve.wire.security import CurveKeys
@@ -48,6 +49,11 @@ def checkpoint_folder(name: str) -> str:
     if not folder.is_dir():
         raise StartRefused(f"checkpoint {name!r} is not a folder on this machine")
     return str(folder)
+
+
+def trace_settings(config: ServiceConfig) -> TraceSettings:
+    """Where the spans of every part go."""
+    return TraceSettings(config.telemetry.otlp_endpoint, config.telemetry.trace_share)
 
 
 def moe_spec(config: ServiceConfig) -> tuple[MoeSpec, tuple[int, ...]]:
@@ -171,6 +177,8 @@ class PartsPlan:
             host_cache_bytes=0 if config.state_dir_shared else limits.host_cache_bytes,
             ledger_rows_max=limits.ledger_rows_max,
             history_dir=self.history_dir,
+            service=config.service,
+            traces=trace_settings(config),
         )
 
     def router_settings(
@@ -200,6 +208,9 @@ class PartsPlan:
             limits=RpcLimits(max_message_bytes=config.limits.max_message_bytes),
             max_open_rows=config.limits.max_rows_in_flight,
             ledger_entries=config.limits.ledger_rows_max,
+            slow_request_s=config.log.slow_request_ms / 1000,
+            service=config.service,
+            traces=trace_settings(config),
             fault=self.fault,
             history_dir=self.history_dir,
             wire=replace(self._wire(), socks_proxy=self.socks_proxy),

@@ -126,6 +126,12 @@ def _record_file(service: str) -> Path:
     return state_home() / f"{service}.service.json"
 
 
+def recorded_services() -> list[str]:
+    """Names of the services that are recorded on this machine, in order."""
+    files = state_home().glob("*.service.json")
+    return sorted(file.name.removesuffix(".service.json") for file in files)
+
+
 def write_record(record: ServiceRecord) -> None:
     """Write the record so that a reader sees the old one or the new one, never half of it. Raises
     StartRefused where it cannot be written."""

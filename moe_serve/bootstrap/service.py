@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from moe_serve.bootstrap.leftovers import clear_dead
 from moe_serve.bootstrap.local_ray import (
     LocalRay,
     ensure_auth,
-    local_ray_alive,
     stop_local_ray,
 )
 from moe_serve.bootstrap.parts import PartsPlan, moe_spec
@@ -39,18 +37,20 @@ from moe_serve.bootstrap.record import (
     read_record,
     remove_record,
     service_dir,
-    state_home,
     write_record,
+)
+from moe_serve.bootstrap.refusals import (
+    check_files,
+    check_journal,
+    check_no_actors,
+    check_not_running,
 )
 from moe_serve.bootstrap.signals import handlers_kept
 from moe_serve.bootstrap.size import size_report
 from moe_serve.bootstrap.starting import findable, own_cluster
 from moe_serve.config import ServiceConfig
-from moe_serve.controller.journal_store import peek
-from moe_serve.errors import NotFound, StartRefused, first_line
+from moe_serve.errors import StartRefused, first_line
 from moe_serve.router.faults import ContributionFault
-from moe_serve.rpc.auth import TokenFile
-from moe_serve.rpc.options import channel_credentials, server_credentials
 from moe_serve.wire.security import CurveKeys
 from placement.topology import MoeSpec
 
@@ -59,10 +59,9 @@ READY_TIMEOUT_S = 180.0
 DOWN_TIMEOUT_S = 60.0
 """Longest wait for the controller to end its parts; after it they are ended by name."""
 
-CONNECT_TIMEOUT_S = 3.0
-"""Longest wait for the admin port of a recorded service to take a connection."""
-
 Progress = Callable[[str], None]
+Filled = Callable[[int, int], None]
+"""Told how many experts have a listed replica, of how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +72,8 @@ class Deployed:
     admin_address: str
     router_addresses: tuple[str, ...]
     dashboard_url: str
+    metrics_address: str = ""
+    """Of `/metrics`, "" where it is not served."""
 
 
 _NOT_YET = Deployed("", "", (), "")
@@ -88,6 +89,7 @@ def up(
     wait_s: float = READY_TIMEOUT_S,
     progress: Progress = lambda line: None,
     on_checks: Callable[[list[NodeCheck]], None] = lambda checks: None,
+    on_filled: Filled = lambda done, total: None,
 ) -> ServiceRecord:
     """Deploy a service and leave it running.
 
@@ -99,12 +101,13 @@ def up(
         wait_s: longest wait until the service is ready.
         progress: called with a line of text at each step.
         on_checks: called with the preflight's rows before they are judged.
+        on_filled: called while the ranks are filled.
 
     Raises:
         StartRefused: one line with the reason; nothing is left running.
     """
     with claimed(config.service):
-        return _up(config, config_file, address, ship, wait_s, progress, on_checks)
+        return _up(config, config_file, address, ship, wait_s, progress, on_checks, on_filled)
 
 
 def _up(
@@ -115,6 +118,7 @@ def _up(
     wait_s: float,
     progress: Progress,
     on_checks: Callable[[list[NodeCheck]], None],
+    on_filled: Filled,
 ) -> ServiceRecord:
     dead = check_not_running(config.service)
     # What the files alone can say is said before anything starts.
@@ -140,7 +144,13 @@ def _up(
             progress(check_open_head(config, head.address))
         nothing_yet = _record(config, config_file, address, local, _NOT_YET)
         with contextlib.nullcontext() if local else findable(nothing_yet, dead):
-            found = deploy(config, wait_s=wait_s, progress=progress, on_checks=on_checks)
+            found = deploy(
+                config,
+                wait_s=wait_s,
+                progress=progress,
+                on_checks=on_checks,
+                on_filled=on_filled,
+            )
         record = _record(config, config_file, address, local, found)
         try:
             write_record(record)
@@ -197,58 +207,6 @@ def down(service: str = "", *, progress: Progress = lambda line: None) -> Servic
         shutil.rmtree(record.ray_temp_dir, ignore_errors=True)
     remove_record(record.service)
     return record
-
-
-def check_not_running(service: str) -> ServiceRecord | None:
-    """The record of a service that died (or whose machine was restarted), None where there is none.
-
-    Raises StartRefused where the service that the record names is still there: a second one would
-    write the first one's journal.
-    """
-    try:
-        record = read_record(service)
-    except NotFound:
-        return None
-    if head_alive(record) or answers(record.admin_address):
-        raise StartRefused(
-            f"service {service!r} is running already (admin {record.admin_address}); "
-            f"`moe-serve down {service}` ends it, or choose another `service:` name"
-        )
-    return record
-
-
-def head_alive(record: ServiceRecord) -> bool:
-    """Whether a service has a Ray cluster of its own, and that lives. A cluster without its head
-    ends by itself."""
-    return local_ray_alive(record.ray_pids[:1], record.ray_temp_dir)
-
-
-def check_files(config: ServiceConfig) -> None:
-    """Raises StartRefused where a token or TLS file that the service file names cannot be used by
-    a service on this machine."""
-    security = config.security
-    if security.token_file is not None:
-        TokenFile(security.token_file)
-    if security.tls_ca_file is not None:
-        channel_credentials(security.tls_ca_file)
-    if security.tls_cert_file is not None and security.tls_key_file is not None:
-        server_credentials(security.tls_cert_file, security.tls_key_file)
-
-
-def check_journal(config: ServiceConfig) -> None:
-    """Raises StartRefused where this machine holds a journal of the service with which no
-    controller of this version could go on."""
-    peek(config.state_dir or state_home() / config.service, config.service)
-
-
-def answers(address: str) -> bool:
-    """Whether something listens at host:port."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S):
-            return True
-    except (OSError, ValueError):
-        return False
 
 
 @contextlib.contextmanager
@@ -316,6 +274,7 @@ def deploy(
     wait_s: float = READY_TIMEOUT_S,
     progress: Progress = lambda line: None,
     on_checks: Callable[[list[NodeCheck]], None] = lambda checks: None,
+    on_filled: Filled = lambda done, total: None,
     fault: ContributionFault | None = None,
     drill: Drill = NO_DRILL,
     history_dir: str = "",
@@ -325,14 +284,9 @@ def deploy(
 
     Raises StartRefused; every actor of the service is ended then.
     """
-    from moe_serve.bootstrap.fleet import actor_names, alive_nodes
+    from moe_serve.bootstrap.fleet import alive_nodes
 
-    running = actor_names(config.service)
-    if running:
-        raise StartRefused(
-            f"service {config.service!r} is running already ({len(running)} actors); "
-            f"`moe-serve down` ends it, or choose another `service:` name"
-        )
+    check_no_actors(config.service)
     spec, checkpoint_layers = checked_model(config)
     nodes = alive_nodes()
     if config.network == "loopback" and len({node.ip for node in nodes}) > 1:
@@ -360,7 +314,7 @@ def deploy(
         socks_proxy=drill.socks_proxy,
     )
     try:
-        return _start(plan, wait_s, progress, drill)
+        return _start(plan, wait_s, progress, drill, on_filled)
     except BaseException:
         undeploy(config.service)
         raise
@@ -385,7 +339,9 @@ def _answer(reference: Any, timeout_s: float, advice: str = "") -> Mapping[str, 
     return said
 
 
-def _start(plan: PartsPlan, wait_s: float, progress: Progress, drill: Drill) -> Deployed:
+def _start(
+    plan: PartsPlan, wait_s: float, progress: Progress, drill: Drill, on_filled: Filled
+) -> Deployed:
     from moe_serve.bootstrap.controller_parts import create_controller, create_dashboard
 
     config = plan.config
@@ -398,6 +354,7 @@ def _start(plan: PartsPlan, wait_s: float, progress: Progress, drill: Drill) -> 
     progress("filling the ranks and waiting for the first routing table")
     while True:
         state = _answer(controller.describe.remote(), 30.0)
+        on_filled(state["experts_listed"], state["experts"])
         if state["ready"]:
             break
         if state["refused"] or state["fault"]:
@@ -411,7 +368,10 @@ def _start(plan: PartsPlan, wait_s: float, progress: Progress, drill: Drill) -> 
         time.sleep(0.1)
     admin = str(state["admin_address"])
     url = create_dashboard(plan, admin) if config.dashboard else ""
-    return Deployed(config.service, admin, tuple(state["router_addresses"]), url)
+    metrics = str(state["metrics_address"])
+    if metrics:
+        progress(f"metrics for Prometheus at {metrics}/metrics")
+    return Deployed(config.service, admin, tuple(state["router_addresses"]), url, metrics)
 
 
 def undeploy(service: str) -> None:

@@ -5,6 +5,11 @@ talk to a running service other than through its admin port and `bootstrap`. Ray
 inside the commands that start or end a service.
 """
 
+import os
+
+PROGRAM = "moe-serve"
+COMPLETE_VARIABLE = "_MOE_SERVE_COMPLETE"
+"""Set by the scripts of `completion` when a shell asks what TAB could mean."""
 INTERRUPTED = 130
 """`ExitCode.INTERRUPTED`, which is loaded with the commands."""
 
@@ -16,4 +21,8 @@ def main() -> None:
     except KeyboardInterrupt:
         # Loading takes a second, and the commands' own handling is not there yet.
         raise SystemExit(INTERRUPTED) from None
-    app(prog_name="moe-serve")
+    if COMPLETE_VARIABLE in os.environ:
+        from moe_serve.cli.completions import offer_completions
+
+        offer_completions()
+    app(prog_name=PROGRAM)

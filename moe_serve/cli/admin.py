@@ -6,7 +6,7 @@ reading a service needs no driver. Called by every command that asks a running s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,13 @@ class Admin(Protocol):
         """A plan; nothing moves. "" and 0: as configured."""
         ...
 
+    def plan_to(
+        self, before_plan: str, target: Sequence[Sequence[int]] = ()
+    ) -> pb.ComputePlanResponse:
+        """A plan back to the placement before a plan ("newest": the newest that is known), or to
+        the keys by rank of `target`; nothing moves."""
+        ...
+
     def apply_plan(self, plan_id: str, validate_only: bool) -> str:
         """Run a computed plan, or only check it. Returns the controller's sentence."""
         ...
@@ -74,6 +81,14 @@ class Admin(Protocol):
 
     def events(self, after_seq: int, follow: bool) -> Iterator[pb.DecisionRecord]:
         """Decision records after a number, oldest first; with `follow` without end."""
+        ...
+
+    def explain(self, seconds: float) -> pb.ExplainResponse:
+        """Why it is slow now; looks so far back, 0 = the newest ten load windows."""
+        ...
+
+    def explain_plan(self, plan_id: str) -> pb.ExplainPlanResponse:
+        """All that is known of one plan, "" = the newest."""
         ...
 
     def pause(self, reason: str) -> None:
@@ -221,6 +236,17 @@ class GrpcAdmin:
         answer: pb.ComputePlanResponse = self._call("ComputePlan", request, PLAN_TIMEOUT_S)
         return answer.plan
 
+    def plan_to(
+        self, before_plan: str, target: Sequence[Sequence[int]] = ()
+    ) -> pb.ComputePlanResponse:
+        """See `Admin.plan_to`."""
+        request = pb.ComputePlanRequest(
+            before_plan=before_plan,
+            target=[pb.RankTarget(rank=rank, experts=keys) for rank, keys in enumerate(target)],
+        )
+        answer: pb.ComputePlanResponse = self._call("ComputePlan", request, PLAN_TIMEOUT_S)
+        return answer
+
     def apply_plan(self, plan_id: str, validate_only: bool) -> str:
         """See `Admin.apply_plan`."""
         request = pb.ApplyPlanRequest(plan_id=plan_id, validate_only=validate_only)
@@ -243,6 +269,17 @@ class GrpcAdmin:
         request = pb.WatchEventsRequest(after_seq=after_seq, no_follow=not follow)
         for answer in self._stream("WatchEvents", request, None if follow else CALL_TIMEOUT_S):
             yield answer.record
+
+    def explain(self, seconds: float) -> pb.ExplainResponse:
+        """See `Admin.explain`."""
+        answer: pb.ExplainResponse = self._call("Explain", pb.ExplainRequest(seconds=seconds))
+        return answer
+
+    def explain_plan(self, plan_id: str) -> pb.ExplainPlanResponse:
+        """See `Admin.explain_plan`."""
+        request = pb.ExplainPlanRequest(plan_id=plan_id)
+        answer: pb.ExplainPlanResponse = self._call("ExplainPlan", request)
+        return answer
 
     def pause(self, reason: str) -> None:
         """See `Admin.pause`."""

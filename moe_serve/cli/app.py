@@ -14,16 +14,24 @@ import typer
 from typer.core import TyperGroup
 
 from moe_serve import __version__
+from moe_serve.cli.commands.bench import bench
+from moe_serve.cli.commands.completion import completion
 from moe_serve.cli.commands.demo import demo
 from moe_serve.cli.commands.doctor import doctor
 from moe_serve.cli.commands.events import events
+from moe_serve.cli.commands.explain import explain
 from moe_serve.cli.commands.fleet import add_rank, remove_rank, roll
+from moe_serve.cli.commands.heat import heat
+from moe_serve.cli.commands.layout import export, import_file, rollback
+from moe_serve.cli.commands.metrics import metrics_app
 from moe_serve.cli.commands.plan import apply, plan
 from moe_serve.cli.commands.replay import replay
+from moe_serve.cli.commands.screen import screen
 from moe_serve.cli.commands.service import down, up, validate
 from moe_serve.cli.commands.status import status
 from moe_serve.cli.commands.steer import budget, drain, pause, resume, undrain
-from moe_serve.cli.exits import ExitCode, error_lines, exit_code_of
+from moe_serve.cli.commands.top import top
+from moe_serve.cli.exits import EPILOG, ExitCode, error_lines, exit_code_of
 from moe_serve.cli.options import Reach
 from moe_serve.cli.output import Output
 from moe_serve.config import ConfigInvalid
@@ -54,6 +62,7 @@ app = typer.Typer(
     cls=_Commands,
     help="Serve the experts of a Mixture-of-Experts model from Ray, and see and steer where they "
     "are.",
+    epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # its tracebacks show local variables, tokens among them
@@ -99,8 +108,12 @@ for _command in (
     up,
     down,
     status,
+    top,
+    heat,
     plan,
     apply,
+    rollback,
+    export,
     pause,
     resume,
     drain,
@@ -110,7 +123,13 @@ for _command in (
     remove_rank,
     roll,
     events,
+    explain,
     replay,
+    screen,
+    bench,
     doctor,
+    completion,
 ):
-    app.command()(_command)
+    app.command(epilog=EPILOG)(_command)
+app.add_typer(metrics_app, name="metrics")
+app.command("import", epilog=EPILOG)(import_file)

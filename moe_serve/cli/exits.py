@@ -1,11 +1,14 @@
-"""Exit codes, and which of our errors becomes which.
+"""Exit codes, what they mean, and which of our errors becomes which.
 
-Responsible for this mapping alone. Called by the command group around every command.
+Responsible for these mappings alone. Called by the command group around every command, for the help
+of each, and for the reference page.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+from types import MappingProxyType
+from typing import Final
 
 from moe_serve.config import ConfigInvalid
 from moe_serve.errors import InvalidArgument, MoeServeError, Unavailable
@@ -17,14 +20,30 @@ class ExitCode(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
-    """Wrong arguments or a wrong service file."""
     UNREACHABLE = 3
-    """No service is recorded, or its controller does not answer, or not yet: try again later."""
     CHANGES = 4
-    """`plan --exit-code` found something to move."""
     DEGRADED = 5
-    """`status --check` found something wrong."""
     INTERRUPTED = 130
+
+
+MEANINGS: Final = MappingProxyType(
+    {
+        ExitCode.OK: "done",
+        ExitCode.FAILED: "refused or failed, the error says why",
+        ExitCode.USAGE: "wrong arguments or a wrong service file",
+        ExitCode.UNREACHABLE: "no service is recorded, or its controller does not answer, or not "
+        "yet: try again later",
+        ExitCode.CHANGES: "`plan --exit-code` found something to move",
+        ExitCode.DEGRADED: "`status --check` found something wrong, `explain --check` something "
+        "slow",
+        ExitCode.INTERRUPTED: "Ctrl-C",
+    }
+)
+"""What each code means."""
+EPILOG: Final = (
+    f"Exit codes: {'; '.join(f'{code.value} {text}' for code, text in MEANINGS.items())}."
+)
+"""Under the help of every command."""
 
 
 class CannotReach(MoeServeError):

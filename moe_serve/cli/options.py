@@ -14,9 +14,17 @@ from typing import Annotated
 
 import typer
 
+from moe_serve.bootstrap.record import recorded_services
 from moe_serve.cli.admin import Admin, AdminTarget, GrpcAdmin, find_target
 from moe_serve.cli.checks.ports import Listen, listen_once
+from moe_serve.cli.hotness import PhaseChoice
 from moe_serve.cli.output import OutputFormat
+
+
+def _services_from(incomplete: str) -> list[str]:
+    """What TAB offers for a service: those that are recorded here."""
+    return [name for name in recorded_services() if name.startswith(incomplete)]
+
 
 AddressOption = Annotated[
     str,
@@ -34,11 +42,14 @@ ServiceOption = Annotated[
         "-s",
         envvar="MOE_SERVE_SERVICE",
         help="Which recorded service, where several run on this machine.",
+        autocompletion=_services_from,
     ),
 ]
 OutputOption = Annotated[
-    OutputFormat, typer.Option("--output", "-o", help="A table for people or JSON for programs.")
+    OutputFormat,
+    typer.Option("--output", "-o", help="A table for people, JSON or YAML for programs."),
 ]
+PhaseOption = Annotated[PhaseChoice, typer.Option("--phase", help="Which tokens count.")]
 FileOption = Annotated[
     Path, typer.Option("--file", "-f", metavar="FILE", help="The service file (YAML).")
 ]

@@ -1,4 +1,4 @@
-"""Where text goes: data to stdout as a table or as JSON, progress and errors to stderr.
+"""Where text goes: data to stdout as a table, JSON or YAML, progress and errors to stderr.
 
 Responsible for streams, colour and width. Knows nothing of what is shown: views make the tables.
 Colour is off where the stream is no terminal or NO_COLOR is set. Called by every command.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, TextIO
 
+import yaml
 from rich.console import Console, RenderableType
 from rich.table import Table
 
@@ -21,10 +22,11 @@ WIDE = 200
 
 
 class OutputFormat(StrEnum):
-    """`-o`: a table for people, or JSON for programs."""
+    """`-o`: a table for people, JSON or YAML for programs."""
 
     TABLE = "table"
     JSON = "json"
+    YAML = "yaml"
 
 
 def console(stream: TextIO) -> Console:
@@ -51,25 +53,39 @@ class Output:
         self._err = console(sys.stderr)
 
     @property
-    def json(self) -> bool:
+    def for_programs(self) -> bool:
         """Whether programs read stdout."""
-        return self.form is OutputFormat.JSON
+        return self.form is not OutputFormat.TABLE
+
+    @property
+    def progress_console(self) -> Console:
+        """Of stderr, for what is drawn over and over while something goes on."""
+        return self._err
 
     def data(self, plain: Any, shown: Sequence[RenderableType]) -> None:
-        """The command's answer: `plain` (dicts, lists, numbers) as JSON, or `shown` one under the
-        other."""
-        if self.json:
-            self.out.print(json.dumps(plain, indent=2, ensure_ascii=False), soft_wrap=True)
-            return
-        for part in shown:
-            _show(self.out, part)
+        """The command's answer: `plain` (dicts, lists, numbers) for programs, or `shown` one under
+        the other."""
+        if self.form is OutputFormat.JSON:
+            self._whole(json.dumps(plain, indent=2, ensure_ascii=False) + "\n")
+        elif self.form is OutputFormat.YAML:
+            self._whole(_yaml(plain))
+        else:
+            for part in shown:
+                _show(self.out, part)
 
     def line(self, plain: Any, shown: RenderableType) -> None:
-        """One entry of a stream: a line of JSON, or what is shown for it."""
-        if self.json:
-            self.out.print(json.dumps(plain, ensure_ascii=False), soft_wrap=True)
+        """One entry of a stream: a line of JSON, a document of YAML, or what is shown for it."""
+        if self.form is OutputFormat.JSON:
+            self._whole(json.dumps(plain, ensure_ascii=False) + "\n")
+        elif self.form is OutputFormat.YAML:
+            self._whole("---\n" + _yaml(plain))
         else:
             _show(self.out, shown)
+
+    def _whole(self, text: str) -> None:
+        """Text that no terminal folds."""
+        self.out.file.write(text)
+        self.out.file.flush()
 
     def note(self, text: str) -> None:
         """Progress, to stderr."""
@@ -82,6 +98,12 @@ class Output:
     def error(self, text: str) -> None:
         """Why the command failed, to stderr."""
         self._err.print(text, style="bold red" if text.startswith("error:") else None)
+
+
+def _yaml(plain: Any) -> str:
+    # By way of JSON: the writer of YAML takes plain types only, and so both forms hold the same.
+    tree = json.loads(json.dumps(plain, ensure_ascii=False))
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=WIDE)
 
 
 def _show(console: Console, part: RenderableType) -> None:

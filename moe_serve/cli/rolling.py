@@ -75,7 +75,8 @@ def until_answered(request: Callable[[], _T], wait_s: float, clock: Clock) -> _T
 @dataclass(slots=True)
 class Roll:
     """One run. say: told a line at each step. wait_s: the longest that one part may take, its
-    emptying and filling included. `replaced`: parts that are new, in order."""
+    emptying and filling included. tell: told how many parts are new, of how many. `replaced`: parts
+    that are new, in order."""
 
     admin: Admin
     say: Callable[[str], None]
@@ -84,6 +85,7 @@ class Roll:
     accept_gap: bool = False
     accept_problems: bool = False
     clock: Clock = field(default_factory=Clock)
+    tell: Callable[[int, int], None] = lambda done, total: None
     replaced: list[str] = field(default_factory=list)
     _router_back_s: float = float("-inf")
 
@@ -103,6 +105,7 @@ class Roll:
             )
         todo = _parts(first, groups)
         for number, (name, replace) in enumerate(todo):
+            self.tell(number, len(todo))
             self.say(f"replacing {name} ({number + 1} of {len(todo)})")
             try:
                 done = replace(self)

@@ -50,6 +50,7 @@ from moe_serve.rpc import dispatch_pb2
 from moe_serve.rpc.auth import bearer_metadata
 from moe_serve.rpc.codec import ForwardArrays, forward_request, output_array
 from moe_serve.rpc.options import is_loopback
+from moe_serve.rpc.trace_context import parse
 from placement.topology import Phase
 
 ATTEMPTS_MAX = 3
@@ -109,6 +110,8 @@ class AsyncClient:
         self._refresh: asyncio.Task[None] | None = None
         self._requests = itertools.count()
         self._name = secrets.token_hex(6)
+        self.dropped_traces = 0
+        """Headers of trace contexts that callers gave and that were malformed."""
         self._closed = False
         for address in self._endpoints.addresses:
             if not self._may_use(address):
@@ -161,6 +164,8 @@ class AsyncClient:
         row_valid: Array | None = None,
         pair_valid: Array | None = None,
         timeout_s: float | None = None,
+        traceparent: str = "",
+        tracestate: str = "",
     ) -> Array:
         """Combined expert output [T, H] of one MoE layer, in the dtype of `hidden`, read-only.
 
@@ -174,6 +179,8 @@ class AsyncClient:
             row_valid: bool [T]; invalid rows come back as zeros and count nowhere.
             pair_valid: bool [T, k]; invalid pairs add nothing and are not checked.
             timeout_s: deadline over all tries, seconds.
+            traceparent, tracestate: W3C trace context of the caller's span; what is malformed is
+                dropped and counted in `dropped_traces`.
 
         Arrays must not change before this returns.
 
@@ -187,6 +194,8 @@ class AsyncClient:
         raw, data_type = raw_rows(hidden)
         timeout_s = self._timeout(timeout_s)
         deadline_s = time.monotonic() + timeout_s
+        trace, dropped = parse(traceparent, tracestate)
+        self.dropped_traces += dropped
         spec = await self.spec(timeout_s=timeout_s)
         check_model_fit(spec, layer, hidden)
         arrays = ForwardArrays(
@@ -200,6 +209,8 @@ class AsyncClient:
             request_id=request_id or f"{self._name}-{next(self._requests)}",
             row_valid=None if row_valid is None else np.ascontiguousarray(row_valid),
             pair_valid=None if pair_valid is None else np.ascontiguousarray(pair_valid),
+            traceparent="" if trace is None else trace.header(),
+            tracestate="" if trace is None else trace.state,
         )
         limit = rows_per_message(spec, data_type, topk_ids.shape[1])
         outputs = await self._forward_parts(list(split_rows(arrays, limit)), deadline_s)
@@ -242,7 +253,7 @@ class AsyncClient:
             message.attempt = attempt
             return await link.forward(message, left_s, stream=stream)
 
-        response = await self._try_routers(ask, deadline_s)
+        response = await self._try_routers(ask, deadline_s, arrays.request_id)
         output, data_type = output_array(response)
         if output.shape != arrays.hidden.shape or data_type != arrays.data_type:
             raise MoeServeError(
@@ -252,10 +263,13 @@ class AsyncClient:
         return output
 
     async def _try_routers(
-        self, ask: Callable[[RouterLink, int, float], Awaitable[_T]], deadline_s: float
+        self,
+        ask: Callable[[RouterLink, int, float], Awaitable[_T]],
+        deadline_s: float,
+        request_id: str = "",
     ) -> _T:
         """Ask one router, then others while the answer is UNAVAILABLE and time is left. Raises what
-        `lost.of_all` makes of the tries."""
+        `lost.of_all` makes of the tries. request_id: for the log."""
         tried: set[str] = set()
         tries: list[tuple[str, MoeServeError]] = []
         for attempt in range(ATTEMPTS_MAX):
@@ -271,6 +285,14 @@ class AsyncClient:
                 if self._closed or not elsewhere(error):
                     raise
                 tries.append((address, error))
+                _log.info(
+                    "router %s did not serve request %s: %s: %s",
+                    address,
+                    request_id or "for the model's shape",
+                    error.code,
+                    error,
+                    extra={"request_id": request_id},
+                )
             else:
                 self._endpoints.worked(address)
                 if attempt:

@@ -23,6 +23,7 @@ from moe_serve.client.lost import RouterLost, lost_or_typed
 from moe_serve.errors import DeadlineExceeded, MoeServeError
 from moe_serve.rpc import dispatch_pb2, dispatch_pb2_grpc
 from moe_serve.rpc.options import channel_credentials, channel_options
+from moe_serve.rpc.trace_context import to_metadata
 
 SILENCE_S = 2.0
 """Seconds with open calls and no answer after which a router is asked whether it is there."""
@@ -96,8 +97,10 @@ class RouterLink:
     ) -> dispatch_pb2.ForwardResponse:
         """Forward, as an item of the stream or as a call of its own. Raises typed errors."""
         if not stream:
+            # As headers too, for whatever stands between and reads no messages.
+            trace = to_metadata(request.traceparent, request.tracestate)
             answer: dispatch_pb2.ForwardResponse = await self._call(
-                self._stub.Forward, request, timeout_s
+                self._stub.Forward, request, timeout_s, trace
             )
             return answer
         with self._waits():
@@ -122,9 +125,11 @@ class RouterLink:
             await self._lane.close(error)
         await self._channel.close()
 
-    async def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
+    async def _call(
+        self, method: Any, request: Any, timeout_s: float, trace: tuple[tuple[str, str], ...] = ()
+    ) -> Any:
         with self._waits():
-            call = method(request, timeout=timeout_s, metadata=self._metadata)
+            call = method(request, timeout=timeout_s, metadata=(*self._metadata, *trace))
             self._unary.add(call)
             try:
                 return await call

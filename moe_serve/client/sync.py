@@ -79,6 +79,11 @@ class Client:
         """Routers known to this client, preferred first."""
         return self._client.addresses
 
+    @property
+    def dropped_traces(self) -> int:
+        """As AsyncClient.dropped_traces."""
+        return self._client.dropped_traces
+
     def spec(self, *, refresh: bool = False, timeout_s: float | None = None) -> ModelSpec:
         """As AsyncClient.spec."""
         return self._run(self._client.spec(refresh=refresh, timeout_s=timeout_s))
@@ -95,6 +100,8 @@ class Client:
         row_valid: Array | None = None,
         pair_valid: Array | None = None,
         timeout_s: float | None = None,
+        traceparent: str = "",
+        tracestate: str = "",
     ) -> Array:
         """As AsyncClient.forward."""
         return self._run(
@@ -108,6 +115,8 @@ class Client:
                 row_valid=row_valid,
                 pair_valid=pair_valid,
                 timeout_s=timeout_s,
+                traceparent=traceparent,
+                tracestate=tracestate,
             )
         )
 

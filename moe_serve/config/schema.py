@@ -59,8 +59,10 @@ def parse_bytes(value: Any) -> Any:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, le=BYTES_MAX)]
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+_ENDPOINT = r"^(https?://[A-Za-z0-9.\-_\[\]:]{1,253})?$"
 Name = Annotated[str, Field(pattern=_NAME)]
 PATTERN_WORDS = {
+    _ENDPOINT: "want http://HOST:PORT or https://HOST:PORT of an OTLP collector, or nothing",
     _NAME: "want at most 63 of A-Z a-z 0-9 . _ - and the first one a letter or a digit",
 }
 """What a pattern allows, in words, for whoever wrote something else."""
@@ -218,6 +220,9 @@ class PortsConfig(_Section):
     """Controller's PlacementService."""
     dashboard: Annotated[int, Field(ge=0, le=65_535)] = 0
     """Page."""
+    metrics: Annotated[int, Field(ge=0, le=65_535)] | None = None
+    """`/metrics` of the controller, for a Prometheus that does not scrape Ray; without a number
+    there is none."""
 
 
 class SecurityConfig(_Section):
@@ -240,6 +245,33 @@ class SecurityConfig(_Section):
     def complete(self) -> bool:
         """Token and TLS files are all named."""
         return None not in (self.token_file, self.tls_cert_file, self.tls_key_file)
+
+
+class MetricsConfig(_Section):
+    """What is told of the service in numbers, through Ray's exporter and at `ports.metrics`."""
+
+    per_expert: bool = False
+    """True = demand by layer and expert too, one series for each expert that was ever asked for:
+    up to 14,848 of 58 layers x 256 experts."""
+
+
+class LogConfig(_Section):
+    """What parts write into their logs, beside what went wrong."""
+
+    slow_request_ms: Annotated[float, Field(ge=0, le=3_600_000)] = 0.0
+    """A request that takes a router longer has a line with its id, where its time went by stage and
+    the rank that came last; one in a tenth of a second at most. 0 = none has."""
+
+
+class TelemetryConfig(_Section):
+    """Traces. Who sends a W3C `traceparent` decides by its flag which of its requests have
+    spans."""
+
+    otlp_endpoint: Annotated[str, Field(pattern=_ENDPOINT)] = ""
+    """Collector that takes OTLP over gRPC, as http://HOST:4317 (in the open) or https://HOST:4317;
+    empty = no spans. Needs `pip install 'moe-serve[otel]'` on every node."""
+    trace_share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Share of the requests without a `traceparent` that have spans."""
 
 
 class ServiceConfig(_Section):
@@ -265,6 +297,9 @@ class ServiceConfig(_Section):
     """True = every node sees the same state_dir."""
     dashboard: bool = True
     """Run the page."""
+    log: LogConfig = LogConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     def core_rebalance(self) -> RebalanceConfig:
         """The `rebalance` section as the brain's struct."""

@@ -20,8 +20,8 @@ from moe_serve.controller.service import ControllerService
 from moe_serve.controller.settings import ControllerSettings
 from moe_serve.errors import MoeServeError, StartRefused
 from moe_serve.ports import Fleet
-from moe_serve.telemetry import Metrics, make_logger
-from moe_serve.telemetry.sink import RaySink
+from moe_serve.telemetry import make_logger
+from moe_serve.telemetry.sink import RaySink, actor_lines, this_node
 
 START_PAUSE_S = 5.0
 """Wait before a start that failed for something that may pass is tried again."""
@@ -40,10 +40,10 @@ class ControllerActor:
     async def __init__(self, settings: ControllerSettings, fleet: Fleet) -> None:  # type: ignore[misc]
         if not settings.host:
             settings = replace(settings, host=_node_address())
-        self._log = make_logger(part="controller", service=settings.service_id)
-        self._service = ControllerService(
-            settings, fleet, on_fatal=_end_process, metrics=Metrics(RaySink())
-        )
+        settings = replace(settings, node=this_node())
+        actor_lines(part="controller", service=settings.service_id)
+        self._log = make_logger(part="controller", node=settings.node, service=settings.service_id)
+        self._service = ControllerService(settings, fleet, on_fatal=_end_process, sink=RaySink())
         self._fault = ""
         self._refused = False
         self._starting = asyncio.get_running_loop().create_task(self._start_until_up())
@@ -61,10 +61,11 @@ class ControllerActor:
     async def describe(self) -> dict[str, Any]:
         """What bootstrap needs to know, plain values only.
 
-        admin_address, term, epoch, ready (every expert listed, every router uses a table), state,
-        problems (sentences), parts (name, kind, place, incarnation, pid of each), router_addresses,
-        restarts (in the last 10 minutes), refused (why a part refused to start twice in a row, ""
-        otherwise: more waiting will hardly help), fault (why the controller did not start).
+        admin_address, metrics_address ("" without one), term, epoch, ready (every expert listed,
+        every router uses a table), state, problems (sentences), parts (name, kind, place,
+        incarnation, pid of each), router_addresses, restarts (in the last 10 minutes), refused (why
+        a part refused to start twice in a row, "" otherwise: more waiting will hardly help), fault
+        (why the controller did not start).
         """
         return {"fault": self._fault, **self._service.describe()}
 

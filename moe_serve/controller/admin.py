@@ -15,14 +15,15 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import grpc.aio
 
 from moe_serve.controller.admin_checks import (
-    check_count,
     check_rank,
     check_text,
     raise_for,
     wrong,
 )
 from moe_serve.controller.admin_fleet import FleetAdmin
+from moe_serve.controller.admin_plans import goal_of
 from moe_serve.controller.book import KeptRecord
+from moe_serve.controller.explaining import explain_plan_view, explain_view
 from moe_serve.controller.life import Life
 from moe_serve.controller.settings import ControllerSettings
 from moe_serve.controller.tasks import Bell
@@ -158,25 +159,41 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
                         return
                     seen = await self._source.bell.wait(seen)
 
+    async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
+        """Why it is slow now."""
+        return await _guard(context, lambda: explain_view(self._source.sight(), request))
+
+    async def ExplainPlan(
+        self, request: pb.ExplainPlanRequest, context: Any
+    ) -> pb.ExplainPlanResponse:
+        """All that is known of one plan."""
+        return await _guard(context, lambda: explain_plan_view(self._source.sight(), request))
+
     # ------------------------------------------------------------------------------- asking
 
     async def ComputePlan(
         self, request: pb.ComputePlanRequest, context: Any
     ) -> pb.ComputePlanResponse:
-        """A plan with reasons and prices. Nothing moves."""
+        """A plan with reasons and prices, to what a policy wants or to a given placement. Nothing
+        moves."""
 
         async def compute() -> pb.ComputePlanResponse:
-            check_text("policy", request.policy)
-            check_count("max_moves", request.max_moves)
+            goal = goal_of(request, self._source.sight())
             answer = await self._ask(
                 lambda n: PlanAsked(
                     at_s=0.0,
                     request_id=n,
                     policy=request.policy,
                     max_moves=request.max_moves or -1,
+                    target=goal.target,
                 )
             )
-            return pb.ComputePlanResponse(plan=plan_view(answer))
+            return pb.ComputePlanResponse(
+                plan=plan_view(answer),
+                notes=[*goal.notes, *answer.notes],
+                before_plan=goal.before_plan,
+                paused=self._source.sight().state.paused,
+            )
 
         return await _guard(context, compute)
 

@@ -41,7 +41,9 @@ class AdminServer:
         settings = source.settings
         tokens = None if settings.token_file is None else TokenFile(settings.token_file)
         self._source = source
-        self._audit = AuditLog(partial(audit_file, settings.state_dir), part="controller")
+        self._audit = AuditLog(
+            partial(audit_file, settings.state_dir), part="controller", node=settings.node
+        )
         self._server = grpc.aio.server(
             interceptors=[
                 *([] if tokens is None else [AuthInterceptor(tokens, audit=self._audit)]),

@@ -18,6 +18,7 @@ from moe_serve.controller.adoption import (
     find_late,
     refuse_other_weights,
 )
+from moe_serve.controller.befores import Before
 from moe_serve.controller.clock import DriverClock, boot_id, boot_s
 from moe_serve.controller.journal import Journal, move_aside, open_journal
 from moe_serve.controller.journal_rows import JournalImage, Starts, StateSnapshot
@@ -55,6 +56,8 @@ class Beginning:
     problems: list[str]
     journal_torn: bool = False
     """The journal's last record was torn, and was dropped."""
+    befores: tuple[Before, ...] = ()
+    """Placements from before the newest plans, as far as the journal tells."""
 
 
 async def begin(
@@ -216,6 +219,7 @@ async def _with_journal(
         router_ports=image.router_ports,
         problems=problems,
         journal_torn=image.dropped_tail,
+        befores=() if snapshot is None else snapshot.befores,
     )
 
 

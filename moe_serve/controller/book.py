@@ -10,7 +10,9 @@ from collections import OrderedDict, deque
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
+from moe_serve.controller.befores import Befores
 from moe_serve.controller.clock import wall_s
+from moe_serve.controller.plans import PlanShelf
 from placement.engine import EngineState
 from placement.engine.runs import QUIET_CAUSES
 from placement.load import LoadWindow
@@ -53,12 +55,15 @@ class Book:
     """The past of one service, as far as it is kept."""
 
     def __init__(self, *, records_kept: int, moves_kept: int) -> None:
+        self.records_kept = records_kept
         self._records: deque[KeptRecord] = deque(maxlen=records_kept)
         self._moves: OrderedDict[tuple[str, int], KeptMove] = OrderedDict()
         self._moves_kept = moves_kept
         self._since: dict[int, float] = {}
         self.window: LoadWindow | None = None
         self.epochs_published = 0
+        self.befores = Befores()
+        self.plans = PlanShelf()
 
     def add(self, records: tuple[DecisionRecord, ...]) -> None:
         """Keep records in their order; those of moves also change the moves."""
@@ -78,11 +83,13 @@ class Book:
         return self._since.get(step_id)
 
     def recall_run(self, state: EngineState) -> None:
-        """After a restart: the moves of the plan that was running are shown again.
+        """After a restart: the moves of the plan that was running are shown again, and what was
+        there before it is known.
 
         Not those of a quiet plan: no record would ever end them.
         """
         run = state.run
+        self.befores.note(run)
         if run is None or run.cause in QUIET_CAUSES:
             return
         for move in run.plan.moves:

@@ -37,6 +37,7 @@ from moe_serve.controller.journal_rows import (
     transition_row,
 )
 from moe_serve.controller.journal_store import JournalFull
+from moe_serve.controller.recent import Recent
 from moe_serve.controller.tasks import Bell
 from moe_serve.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from placement.engine import Durability, EngineFacts, RebalanceEngine
@@ -116,6 +117,7 @@ class Driver:
         executor: Executor,
         book: Book,
         figures: Figures,
+        recent: Recent,
         bell: Bell,
         parts: Callable[[], tuple[str, ...]],
         fail_points: FailPoints,
@@ -129,6 +131,7 @@ class Driver:
         self._executor = executor
         self._book = book
         self._figures = figures
+        self._recent = recent
         self._bell = bell
         self._parts = parts
         self._fail_points = fail_points
@@ -231,8 +234,13 @@ class Driver:
         self._figures.decided(effects.records)
         if isinstance(event, WindowClosed):
             self._figures.window_closed(self.engine.state, event.window)
+            self._book.plans.window_closed(event.window, self.engine.state)
+            self._recent.window_closed(event.window, self.engine.state)
         run = self.engine.state.run
         self._book.note(effects.transitions, () if run is None else run.steps)
+        self._book.befores.note(run)
+        self._book.plans.note(effects, run, at_s)
+        self._recent.note(effects.transitions, run)
         if ahead is None:
             await self._write_and_execute(effects, at_s)
         else:
@@ -268,6 +276,7 @@ class Driver:
         if self._durable.must_wait(effects):
             self._withhold(effects)
             return
+        effects = self._durable.leaving(effects)
         self._fail_points.at_commit("before", effects.transitions)
         if rows:
             try:
@@ -324,6 +333,7 @@ class Driver:
             engine=engine.snapshot(),
             parts=self._parts(),
             epochs_published=self._book.epochs_published,
+            befores=self._book.befores.kept,
         )
 
     def _execute(self, effects: Effects) -> None:

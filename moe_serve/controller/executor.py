@@ -11,6 +11,7 @@ its answer.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -68,7 +69,8 @@ class _Line:
 
 
 class CommandExecutor:
-    """`driver.Executor` over the parts of one life."""
+    """`driver.Executor` over the parts of one life. `solved`: told the policy of each target that
+    was computed, or could not be, and the seconds it took."""
 
     def __init__(  # noqa: PLR0913  # it meets parts, publisher and driver
         self,
@@ -81,6 +83,7 @@ class CommandExecutor:
         tasks: Tasks,
         post: Callable[[AnyEvent], Awaitable[None]],
         fenced: Callable[[StaleTerm], None],
+        solved: Callable[[str, float], None] = lambda _policy, _seconds: None,
         commands_max: int = COMMANDS_MAX,
     ) -> None:
         self._term = term
@@ -91,6 +94,7 @@ class CommandExecutor:
         self._tasks = tasks
         self._post = post
         self._fenced = fenced
+        self._solved = solved
         self._commands_max = commands_max
         self._lines: dict[ShardPart, _Line] = {}
 
@@ -113,7 +117,10 @@ class CommandExecutor:
             self._enqueue(command)
 
     async def _compute(self, command: ComputeTarget) -> None:
-        await self._post(await asyncio.to_thread(compute_target, command, self._config))
+        began_s = time.monotonic()
+        answer = await asyncio.to_thread(compute_target, command, self._config)
+        self._solved(command.policy, time.monotonic() - began_s)
+        await self._post(answer)
 
     def _enqueue(self, command: ShardCommand) -> None:
         part = self._parts.shards.get(command.rank)

@@ -1,35 +1,44 @@
 """What the controller says to logs and metrics: a line a decision, figures once a closed window.
 
 Responsible for their form, from records and state that others made. Must never be read by anything
-that decides, nor cost anything a token batch. Called by the driver.
+that decides, nor cost anything a token batch. Called by the driver, and by polls and executor of
+the same term.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import structlog
 
 from moe_serve import __version__
-from moe_serve.controller.book import MOVE_RULES
+from moe_serve.controller.clock import wall_s
 from moe_serve.controller.parts import PartTable
+from moe_serve.controller.plan_figures import PlanFigures
+from moe_serve.controller.rank_figures import RankFigures
+from moe_serve.controller.stages import difference, no_counts
+from moe_serve.ports import RouterReport
+from moe_serve.stage_counts import StageCounts
 from moe_serve.telemetry import Metrics
+from moe_serve.telemetry.router_figures import RoutersFigures
 from placement.engine import EngineState
 from placement.engine.stall import stalled
-from placement.engine.state import RankState, RankStatus, SlotUse
-from placement.load import LoadWindow
+from placement.engine.state import SlotUse
+from placement.forecast import choose
+from placement.load import HotnessReport, LoadWindow
 from placement.messages.records import DecisionRecord
 from placement.scoring import balancedness, layer_balancedness
 from placement.topology import MoeSpec, Phase
 
-ENDS = frozenset({"done", "aborted"})
-STALL_RULE = "plan_stalled"
+SCORED_FROM = 2
+"""Windows after which forecasters have a score."""
 
 
 class Figures:
-    """Log lines and samples of one term. `parts` is read for what shards reported last."""
+    """Log lines and samples of one term. `parts` is read for what shards reported last; `stages`
+    gives where the time of requests went, totals of this term. `routers`: takes what routers
+    report, None where they tell it themselves."""
 
     def __init__(
         self,
@@ -38,15 +47,18 @@ class Figures:
         *,
         log: structlog.typing.FilteringBoundLogger,
         metrics: Metrics,
+        stages: Callable[[], StageCounts] = no_counts,
+        routers: RoutersFigures | None = None,
     ) -> None:
         self._spec = spec
-        self._parts = parts
         self._log = log
         self._metrics = metrics
-        self._began: dict[tuple[str, int], float] = {}
-        """Driver time at which moves under way were started."""
-        self._stalls = 0.0
-        """Plans that stood still, as the newest record of one says."""
+        self._plans = PlanFigures(metrics)
+        self._ranks = RankFigures(spec, parts, metrics)
+        self._stages = stages
+        self._routers = routers
+        self._staged = no_counts()
+        """Of `stages`, what has been told."""
         metrics.set("build_info", 1.0, version=__version__, model=spec.model)
 
     def decided(self, records: Iterable[DecisionRecord]) -> None:
@@ -66,49 +78,40 @@ class Figures:
                 realised_gain_s_per_s=record.realised_gain_s_per_s,
                 copy_bytes=record.copy_bytes,
             )
-            self._metrics.add("decisions_total", rule=record.rule, outcome=record.outcome)
-            if record.rule == STALL_RULE:
-                self._stall(record)
-            if record.rule in MOVE_RULES and record.move_id >= 0:
-                self._move(record)
+            self._plans.record(record)
+
+    def solved(self, policy: str, seconds: float) -> None:
+        """A target was computed by this policy, or could not be, in so many seconds."""
+        self._plans.solved(policy, seconds)
+
+    def executed(self, report: HotnessReport) -> None:
+        """A shard told what it computed since its last report."""
+        self._ranks.executed(report)
+
+    def router_told(self, report: RouterReport) -> None:
+        """A router reported."""
+        if self._routers is not None:
+            self._routers.tell(report)
 
     def window_closed(self, state: EngineState, window: LoadWindow) -> None:
         """A window closed: what was asked, computed and held, and where the placement stands."""
         metrics = self._metrics
+        metrics.set("window_closed_timestamp_seconds", wall_s())
+        metrics.set("window_seconds", window.end_s - window.start_s)
         metrics.set("term", state.term)
         metrics.set("epoch", state.epoch)
         metrics.set("rebalancing", float(state.run is not None))
         metrics.set("paused", float(state.paused))
         metrics.set("rebalance_stalled", float(bool(stalled(state))))
-        metrics.set("moves_under_way", len(self._began))
+        metrics.set("moves_under_way", self._plans.moves_under_way)
         self._placement(state)
         self._load(state, window)
-        metrics.set("copying_bytes", self._copying_bytes())
-        for rank in state.ranks:
-            self._rank(rank)
-
-    def _copying_bytes(self) -> int:
-        reports = [part.report for part in self._parts.shards.values() if part.report is not None]
-        return sum(c.total_bytes - c.done_bytes for report in reports for c in report.copies)
-
-    def _stall(self, record: DecisionRecord) -> None:
-        # One plan may leave two records: that it stands still, and that it was aborted for it.
-        number = record.numbers.get("plans_stalled", 0.0)
-        if number != self._stalls:
-            self._metrics.add("plans_stalled_total")
-        self._stalls = number
-
-    def _move(self, record: DecisionRecord) -> None:
-        key = record.plan_id, record.move_id
-        if record.outcome not in ENDS:
-            self._began[key] = record.at_s
-            return
-        self._metrics.add("moves_total", kind=record.rule, outcome=record.outcome)
-        began_s = self._began.pop(key, None)  # unknown where a controller before this one began it
-        if record.outcome == "done":
-            self._metrics.add("copy_bytes_total", record.copy_bytes, kind=record.rule)
-            if began_s is not None:
-                self._metrics.observe("move_seconds", record.at_s - began_s, kind=record.rule)
+        self._forecast(state)
+        self._ranks.window_closed(state, window)
+        metrics.set("copying_bytes", self._ranks.copying_bytes())
+        total = self._stages()
+        self._ranks.stages(difference(total, self._staged))
+        self._staged = total
 
     def _placement(self, state: EngineState) -> None:
         replicas = np.zeros(self._spec.num_keys, np.int64)
@@ -124,34 +127,34 @@ class Figures:
             self._metrics.set("layer_replicas", count, layer=layer)
 
     def _load(self, state: EngineState, window: LoadWindow) -> None:
-        demand = window.demand.sum(axis=(0, 3))
+        metrics = self._metrics
+        by_expert = window.demand.sum(axis=0)
         for phase in Phase:
-            for layer, pairs in enumerate(demand[phase].tolist()):
-                self._metrics.add("layer_pairs_total", pairs, layer=layer, phase=phase.name.lower())
-        for rank, pairs in enumerate(window.rank_pairs.sum(axis=1).tolist()):
-            self._metrics.add("rank_pairs_total", pairs, rank=rank)
-            for phase in Phase:
-                busy_s = float(window.rank_busy_s[rank, phase])
-                self._metrics.add(
-                    "rank_busy_seconds_total", busy_s, rank=rank, phase=phase.name.lower()
-                )
+            for layer, pairs in enumerate(by_expert[phase].sum(axis=1).tolist()):
+                metrics.add("layer_pairs_total", pairs, layer=layer, phase=phase.name.lower())
+        both = by_expert.sum(axis=0)
+        for layer, (hottest, all_) in enumerate(
+            zip(both.max(axis=1), both.sum(axis=1), strict=True)
+        ):
+            if all_:
+                share = float(hottest) / float(all_)
+                metrics.set("layer_hottest_expert_share_ratio", share, layer=layer)
+        if metrics.per_expert:
+            for layer, expert in zip(*(at.tolist() for at in np.nonzero(both)), strict=True):
+                pairs = float(both[layer, expert])
+                metrics.add("expert_pairs_total", pairs, layer=layer, expert=expert)
         holding = [r.rank for r in state.ranks if r.holds and r.rank < len(window.rank_pairs)]
-        if holding:
-            loads = window.rank_pairs[holding]
-            self._metrics.set("balancedness_ratio", balancedness(loads))
+        loads = window.rank_pairs[holding]
+        if loads.any():
+            metrics.set("balancedness_ratio", balancedness(loads))
             for layer, value in enumerate(layer_balancedness(loads).tolist()):
-                self._metrics.set("layer_imbalance_ratio", 1.0 / value - 1.0, layer=layer)
+                metrics.set("layer_imbalance_ratio", 1.0 / value - 1.0, layer=layer)
 
-    def _rank(self, rank: RankState) -> None:
-        metrics, number = self._metrics, rank.rank
-        part = self._parts.shards.get(number)
-        report = None if part is None else part.report
-        metrics.set("rank_up", float(rank.status is RankStatus.LIVE), rank=number)
-        uses = Counter(slot.use for slot in rank.slots)
-        for use in SlotUse:
-            metrics.set("rank_slots", uses[use], rank=number, state=use.name.lower())
-        if report is not None:
-            held = report.resident_bytes + report.reserved_bytes
-            metrics.set("rank_weight_bytes", held, rank=number)
-            metrics.set("rank_backlog_seconds", report.backlog_s, rank=number)
-            metrics.set("rank_fragmentation_ratio", report.memory.fragmentation, rank=number)
+    def _forecast(self, state: EngineState) -> None:
+        forecast = state.forecast
+        if forecast.windows_seen <= SCORED_FROM:
+            return
+        followed = np.take_along_axis(forecast.scores, choose(forecast)[np.newaxis], axis=0)[0]
+        for phase in Phase:
+            error = float(np.clip(1.0 - followed[phase].mean(), 0.0, 1.0))
+            self._metrics.set("forecast_error_ratio", error, phase=phase.name.lower())

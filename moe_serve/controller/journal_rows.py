@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
+from moe_serve.controller.befores import Before
 from placement.engine import EngineSnapshot
 from placement.messages.codec import decode_as, encode
 from placement.messages.effects import Transition
@@ -51,6 +52,8 @@ class StateSnapshot(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     engine: EngineSnapshot
     parts: tuple[str, ...]
     epochs_published: int
+    befores: tuple[Before, ...] = ()
+    """Placements from before the newest plans; older journals tell none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,16 @@ from moe_serve.controller.names import PartKind, PartName, parse
 from moe_serve.controller.parts import AnyPart, PartTable, ShardPart
 from moe_serve.controller.polls import Polls
 from moe_serve.controller.publisher import Publisher
+from moe_serve.controller.recent import Recent
 from moe_serve.controller.rolling import RouterReplacement
 from moe_serve.controller.settings import ControllerSettings
+from moe_serve.controller.stages import StageFolder
 from moe_serve.controller.supervision import Supervision
 from moe_serve.controller.tasks import Bell, Tasks
 from moe_serve.errors import StaleTerm
 from moe_serve.ports import Fleet, RankPlace
 from moe_serve.telemetry import Metrics
+from moe_serve.telemetry.router_figures import RoutersFigures
 from placement.engine.state import RankStatus
 from placement.load import LoadFolder
 from placement.messages.effects import Answer
@@ -50,6 +53,7 @@ class Life:
         fail_points: FailPoints,
         log: structlog.typing.FilteringBoundLogger,
         metrics: Metrics,
+        routers: RoutersFigures | None = None,
         facts: ControllerFacts | None = None,
     ) -> None:
         self._facts = facts
@@ -59,11 +63,13 @@ class Life:
         self.clock = beginning.clock
         self.term = beginning.term
         self.parts = PartTable(names=dict.fromkeys(self._names()))
+        self.stages = StageFolder()
+        self.recent = Recent(self.parts, settings.spec)
         self._fleet = fleet
         self._book = book
         self._tasks = Tasks()
         self._ended = False
-        engine, limits, config = beginning.engine, settings.supervision, settings.config
+        limits, config = settings.supervision, settings.config
         folder = self._folder()
         self.supervision = Supervision(
             fleet,
@@ -90,6 +96,14 @@ class Life:
         )
         self.creator = self._creator()
         self._routers = self._replacement()
+        self.figures = Figures(
+            settings.spec,
+            self.parts,
+            log=log.bind(term=self.term),
+            metrics=metrics,
+            stages=lambda: self.stages.total,
+            routers=routers,
+        )
         self._executor = CommandExecutor(
             self.term,
             config,
@@ -99,23 +113,26 @@ class Life:
             tasks=self._tasks,
             post=self._post,
             fenced=self._fenced,
+            solved=self.figures.solved,
         )
         self.supervision.publisher = self.publisher
         self.supervision.polls = self._polls(folder)
-        self.driver = Driver(
-            engine,
+        self.driver = self._driver(bell, fail_points)
+
+    def _driver(self, bell: Bell, fail_points: FailPoints) -> Driver:
+        return Driver(
+            self.beginning.engine,
             journal=self.journal,
             clock=self.clock,
             executor=self._executor,
-            book=book,
-            figures=Figures(
-                settings.spec, self.parts, log=log.bind(term=self.term), metrics=metrics
-            ),
+            book=self._book,
+            figures=self.figures,
+            recent=self.recent,
             bell=bell,
             parts=lambda: tuple(self.parts.names),
             fail_points=fail_points,
-            snapshot_every=settings.journal.snapshot_every,
-            facts=None if facts is None else facts.engine,
+            snapshot_every=self.settings.journal.snapshot_every,
+            facts=None if self._facts is None else self._facts.engine,
         )
 
     def _folder(self) -> LoadFolder:
@@ -176,10 +193,12 @@ class Life:
             clock=self.clock,
             parts=self.parts,
             folder=folder,
+            stages=self.stages,
             host=self.supervision,
             post=self._post,
             fenced=self._fenced,
             router_heard=None if self._facts is None else self._facts.router_heard,
+            listener=self.figures,
         )
 
     async def run(self) -> None:
@@ -222,6 +241,7 @@ class Life:
         """The journal is ours, and says where we begin, before anything is commanded. Raises
         StaleTerm, JournalFull."""
         self._book.epochs_published = self.beginning.epochs_published
+        self._book.befores.recall(self.beginning.befores)
         self._book.recall_run(self.driver.engine.state)
         await self.journal.open_term(
             self.term,

@@ -20,10 +20,11 @@ from moe_serve.controller.parts import (
     ShardPart,
 )
 from moe_serve.controller.settings import SupervisionLimits
+from moe_serve.controller.stages import StageFolder
 from moe_serve.errors import MoeServeError, StaleTerm
 from moe_serve.ports import Fleet, RouterReport, ShardReport
 from placement.config import RebalanceConfig
-from placement.load import LoadFolder
+from placement.load import HotnessReport, LoadFolder
 from placement.messages.events import (
     AnyEvent,
     CopyProgress,
@@ -55,10 +56,22 @@ class Host(Protocol):
         ...
 
 
+class Listener(Protocol):
+    """Who hears what parts report, for metrics."""
+
+    def executed(self, report: HotnessReport) -> None:
+        """A shard's report that was not heard before."""
+        ...
+
+    def router_told(self, report: RouterReport) -> None:
+        """A router's report."""
+        ...
+
+
 class Polls:
     """The loops of one life."""
 
-    def __init__(  # noqa: PLR0913  # it meets fleet, folder and driver
+    def __init__(  # noqa: PLR0913  # it meets fleet, folders and driver
         self,
         fleet: Fleet,
         *,
@@ -68,12 +81,15 @@ class Polls:
         clock: DriverClock,
         parts: PartTable,
         folder: LoadFolder,
+        stages: StageFolder,
         host: Host,
         post: Callable[[AnyEvent], Awaitable[None]],
         fenced: Callable[[StaleTerm], None],
         router_heard: Callable[[str, int], None] | None = None,
+        listener: Listener | None = None,
     ) -> None:
         self._router_heard = router_heard
+        self._listener = listener
         self._fleet = fleet
         self._term = term
         self._config = config
@@ -81,6 +97,7 @@ class Polls:
         self._clock = clock
         self._parts = parts
         self._folder = folder
+        self._stages = stages
         self._host = host
         self._post = post
         self._fenced = fenced
@@ -127,6 +144,8 @@ class Polls:
             part.source = hotness.source
             if self._folder.add_hotness(hotness, now_s):
                 part.progress_s = now_s
+                if self._listener is not None:
+                    self._listener.executed(hotness)
         await self._copies_reported(part, report, now_s)
 
     async def _copies_reported(self, part: ShardPart, report: ShardReport, now_s: float) -> None:
@@ -223,6 +242,10 @@ class Polls:
             part.source = demand.source
             self._folder.add_demand(demand, now_s)
         self._folder.set_queued(name, report.queued_key, report.queued_pairs)
+        if report.stages is not None:
+            self._stages.add(name, report.incarnation, report.stages, now_s)
+        if self._listener is not None:
+            self._listener.router_told(report)
         self._check_term(report.applied_term)
         ours = report.applied_term in (0, self._term)
         if ours and report.applied_epoch > part.applied:

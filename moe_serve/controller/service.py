@@ -20,6 +20,7 @@ from moe_serve.controller.facts import ControllerFacts
 from moe_serve.controller.fail_points import FailPoints, kill_self, point_of_term
 from moe_serve.controller.journal import open_journal
 from moe_serve.controller.life import Life
+from moe_serve.controller.metrics_port import ServedMetrics
 from moe_serve.controller.settings import ControllerSettings
 from moe_serve.controller.tasks import Bell
 from moe_serve.controller.views import Sight, placement_view, router_ready
@@ -30,8 +31,9 @@ from moe_serve.errors import (
     StartRefused,
     Unavailable,
 )
+from moe_serve.explain.words import NO_START
 from moe_serve.ports import Fleet
-from moe_serve.telemetry import Metrics, NullSink, make_logger
+from moe_serve.telemetry import MetricSink, NullSink, make_logger
 from moe_serve.telemetry.fact_log import open_log
 
 FENCED_PAUSE_S = 1.0
@@ -51,7 +53,7 @@ class ControllerService:
 
     owner: name of this machine, as the journal records it. crash: what a fail point does. on_fatal:
     called where the controller cannot go on because of a bug; an actor ends its process then, so
-    that Ray restarts it. metrics: where samples go; None keeps none.
+    that Ray restarts it. sink: where samples go beside the metrics port.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class ControllerService:
         serve_admin: bool = True,
         crash: Callable[[], None] = kill_self,
         on_fatal: Callable[[BaseException], None] = lambda error: None,
-        metrics: Metrics | None = None,
+        sink: MetricSink | None = None,
     ) -> None:
         self.settings = settings
         self.book = Book(records_kept=settings.records_kept, moves_kept=settings.moves_kept)
@@ -71,8 +73,8 @@ class ControllerService:
         self._owner = owner or platform.node()
         self._crash = crash
         self._on_fatal = on_fatal
-        self._metrics = metrics or Metrics(NullSink())
-        self._log = make_logger(part="controller", service=settings.service_id)
+        self._measured = ServedMetrics(settings, sink or NullSink())
+        self._log = make_logger(part="controller", node=settings.node, service=settings.service_id)
         self._history = open_log(settings.history_dir, "controller")
         self._serve_admin = serve_admin
         self._starting = asyncio.Lock()
@@ -92,13 +94,18 @@ class ControllerService:
         return "" if self._admin is None else self._admin.address
 
     @property
+    def metrics_address(self) -> str:
+        """host:port of `/metrics`, "" where it is not served."""
+        return self._measured.address
+
+    @property
     def life(self) -> Life:
         """The life of the present term. Raises Unavailable between two, FailedPrecondition where it
         is known why there is none."""
         if self._life is not None:
             return self._life
         if self._fault:
-            raise FailedPrecondition(f"the controller does not start: {self._fault}")
+            raise FailedPrecondition(f"{NO_START}: {self._fault}")
         raise Unavailable("the controller is starting; ask again")
 
     @property
@@ -116,11 +123,21 @@ class ControllerService:
             settings=self.settings,
             state=engine.state,
             parts=life.parts,
+            stages=life.stages,
+            recent=life.recent,
             book=self.book,
             table=life.publisher.newest,
             now_s=life.clock.now_s(),
             started_s=self._started_s,
-            problems=tuple(p for p in (*life.beginning.problems, life.driver.problem) if p),
+            problems=tuple(
+                problem
+                for problem in (
+                    *life.beginning.problems,
+                    life.driver.problem,
+                    self._measured.fault,
+                )
+                if problem
+            ),
         )
 
     async def start(self) -> None:
@@ -136,6 +153,7 @@ class ControllerService:
                 if self._admin is not None:
                     await life.journal.note_admin_port(self._admin.port)
                     await self._admin.tell_serving(True)
+                await self._open_metrics()
             except BaseException:
                 await self._close_admin()
                 await life.stop()
@@ -164,6 +182,13 @@ class ControllerService:
             self._admin = AdminServer(self)
             await self._admin.start(last_port)
 
+    async def _open_metrics(self) -> None:
+        await self._measured.start()
+        if self._measured.address:
+            self._log.info("metrics are served", address=self._measured.address)
+        elif self._measured.fault:
+            self._log.warning("metrics are not served", reason=self._measured.fault)
+
     async def _close_admin(self) -> None:
         admin, self._admin = self._admin, None
         if admin is not None:
@@ -176,6 +201,7 @@ class ControllerService:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         await self._close_admin()
+        await self._measured.stop()
         life, self._life = self._life, None
         if life is not None:
             await life.stop()
@@ -236,9 +262,12 @@ class ControllerService:
         if self._life is None:
             return {
                 "admin_address": self.admin_address,
+                "metrics_address": self.metrics_address,
                 "term": 0,
                 "epoch": 0,
                 "ready": False,
+                "experts": 0,
+                "experts_listed": 0,
                 "state": "refused" if self._fault else "starting",
                 "problems": [self._fault] if self._fault else [],
                 "parts": [],
@@ -255,12 +284,16 @@ class ControllerService:
             and not sight.table.missing()
             and all(router_ready(sight, router) for router in self.settings.routers)
         )
+        experts = view.num_layers * view.num_experts
         refused = sorted(place for place, times in parts.refusals.items() if times >= 2)
         return {
             "admin_address": self.admin_address,
+            "metrics_address": self.metrics_address,
             "term": sight.state.term,
             "epoch": sight.state.epoch,
             "ready": ready,
+            "experts": experts,
+            "experts_listed": 0 if sight.table is None else experts - len(sight.table.missing()),
             "state": view.state,
             "problems": list(view.problems),
             "parts": [
@@ -295,7 +328,8 @@ class ControllerService:
             bell=self.bell,
             fail_points=FailPoints(armed, self._crash),
             log=self._log,
-            metrics=self._metrics,
+            metrics=self._measured.metrics,
+            routers=self._measured.routers,
             facts=(
                 None
                 if self._history is None

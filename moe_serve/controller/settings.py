@@ -110,10 +110,16 @@ class ControllerSettings:
     state_dir_shared: bool = False
     """True = every node sees the same state_dir, so a controller elsewhere may trust the
     journal."""
+    node: str = ""
+    """Node that the controller runs on, as lines of its log say it."""
     host: str = "127.0.0.1"
     """IP address the admin port binds; "" = the Ray node's own."""
     admin_port: int = 0
     """Port of PlacementService; 0 lets the system choose."""
+    metrics_port: int | None = None
+    """Port of `/metrics`; 0 lets the system choose, None = there is none."""
+    metrics_per_expert: bool = False
+    """Metrics have demand by expert too."""
     advertise_host: str = ""
     """What others are told, "" = host."""
     network: str = "loopback"

@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 from moe_serve.controller.book import Book, KeptMove, KeptRecord
 from moe_serve.controller.parts import PartTable
+from moe_serve.controller.recent import Recent
 from moe_serve.controller.settings import ControllerSettings
+from moe_serve.controller.stages import StageFolder
 from moe_serve.ports import RunningCopy, ShardMemory
 from moe_serve.rpc import placement_pb2 as pb
 from placement.engine import EngineState
@@ -57,6 +59,8 @@ class Sight:
     settings: ControllerSettings
     state: EngineState
     parts: PartTable
+    stages: StageFolder
+    recent: Recent
     book: Book
     table: RoutingTable | None
     now_s: float
@@ -407,4 +411,5 @@ def record_view(kept: KeptRecord) -> pb.DecisionRecord:
         realised_gain_s_per_s=record.realised_gain_s_per_s,
         copy_bytes=record.copy_bytes,
         wall_time_s=kept.wall_time_s,
+        refused=record.refused,
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from moe_serve.dashboard.server import DashboardThread
 from moe_serve.dashboard.settings import DashboardSettings
+from moe_serve.telemetry.sink import actor_lines, this_node
 
 
 class DashboardActor:
@@ -31,6 +32,7 @@ class DashboardActor:
         token: str = "",
         tls_authority: str = "",
     ) -> None:
+        actor_lines(part="page")
         self._page = DashboardThread(
             DashboardSettings(
                 admin_address=admin_address,
@@ -38,6 +40,7 @@ class DashboardActor:
                 port=port,
                 token=token,
                 tls_authority=Path(tls_authority) if tls_authority else None,
+                node=this_node(),
             )
         )
 

@@ -1,16 +1,12 @@
-"""The page's HTTP surface: one page, its assets, read-only JSON, one event stream.
+"""The page's HTTP surface: one page, its assets, the API under /api/v1, one event stream.
 
-    GET /                        the page
-    GET /static/NAME             its assets, read once at start: no path of a request reaches a disk
-    GET /api/v1/frame            load of the newest window (ETag)
-    GET /api/v1/placement        who is where, with moves (ETag)
-    GET /api/v1/status           how fresh both are
-    GET /api/v1/history          imbalance by window, plans
-    GET /api/v1/events?after=N   decisions after number N
-    GET /api/v1/stream           server-sent events (`stream`)
+    GET /                  the page
+    GET /static/NAME       its assets, read once at start: no path of a request reaches a disk
+    /api/v1/...            `reading`, `operating`; GET /api/v1/openapi.json describes all of it
+    GET /api/v1/stream     server-sent events (`stream`)
 
-Responsible for the edge: hosts, methods, headers, limits. Must never change anything anywhere.
-Called by `server`.
+Responsible for putting handlers behind paths. Must never answer a path that the OpenAPI document
+does not name. Called by `server`.
 """
 
 from __future__ import annotations
@@ -18,17 +14,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import time
+from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
 import msgspec
+import structlog
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
-from moe_serve.dashboard.feed import Feed, Versioned
+import placement
+from moe_serve.dashboard import operating, reading, schemas
+from moe_serve.dashboard.answers import (
+    JSON,
+    RETRY_AFTER_S,
+    SECURITY_HEADERS,
+    ApiError,
+    add_headers,
+    tag_of,
+    tagged,
+)
+from moe_serve.dashboard.edge import allowed_hosts, guard, shape
+from moe_serve.dashboard.endpoints import BODY_BYTES_MAX, Endpoint, Given, Handler
+from moe_serve.dashboard.explaining import Kept
+from moe_serve.dashboard.feed import Feed
+from moe_serve.dashboard.openapi import ANY_COOKIE, document
+from moe_serve.dashboard.operating import Operating
+from moe_serve.dashboard.reading import Reading
+from moe_serve.dashboard.sessions import Guesses, Sessions
 from moe_serve.dashboard.settings import DashboardSettings
 from moe_serve.dashboard.stream import record_cursor, updates
+from moe_serve.dashboard.upstream import Calls
 from moe_serve.errors import StartRefused
+from moe_serve.telemetry.logs import make_logger
+
+__all__ = ["RETRY_AFTER_S", "SECURITY_HEADERS", "Page", "allowed_hosts", "guard", "load_assets"]
 
 _TYPES = {
     ".html": "text/html",
@@ -36,21 +56,18 @@ _TYPES = {
     ".css": "text/css",
     ".svg": "image/svg+xml",
     ".txt": "text/plain",
-    ".json": "application/json",
+    ".json": JSON,
 }
-SECURITY_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
-RETRY_AFTER_S = 5
-_DIGITS_MAX = 18
+STREAM = Endpoint(
+    "GET",
+    "/api/v1/stream",
+    "Server-sent events without end: status, placement, frame (whole documents, newest only), move "
+    "and record (lists of what is new). A record's id goes back as Last-Event-ID.",
+    None,
+    media="text/event-stream",
+    errors=(503,),
+)
+OPENAPI = Endpoint("GET", "/api/v1/openapi.json", "This document.", schemas.OPENAPI, tagged=True)
 
 
 class Asset(msgspec.Struct, frozen=True):
@@ -84,69 +101,87 @@ def _collect(folder: Traversable, prefix: str, found: dict[str, Asset]) -> None:
             found[name] = Asset(body, kind, f'"{hashlib.sha256(body).hexdigest()[:20]}"')
 
 
-def allowed_hosts(host: str, port: int) -> frozenset[str]:
-    """Values of the Host header that name what was bound: the address and `localhost`.
-
-    >>> sorted(allowed_hosts("127.0.0.1", 8266))
-    ['127.0.0.1:8266', 'localhost:8266']
-    """
-    name = f"[{host}]" if ":" in host else host
-    return frozenset({f"{name}:{port}", f"localhost:{port}"})
-
-
-def guard(hosts: frozenset[str]) -> Middleware:
-    """Middleware: foreign Host or Origin 403 (a page elsewhere must not read this one through a
-    name of its own), any method but GET and HEAD 405. Guards every path, known or not.
-    """
-    origins = frozenset(f"http://{host}" for host in hosts)
-    here = ", ".join(sorted(hosts))
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.headers.getall("Host", []) not in [[host] for host in hosts]:
-            raise web.HTTPForbidden(
-                text=f"this page answers as {here} only; forward the same port number\n"
-            )
-        origin = request.headers.get("Origin")
-        if origin is not None and origin not in origins:
-            raise web.HTTPForbidden(text="requests from other origins are refused\n")
-        if request.method not in {"GET", "HEAD"}:
-            raise web.HTTPMethodNotAllowed(
-                request.method, ["GET", "HEAD"], text="this page is read-only\n"
-            )
-        return await handler(request)
-
-    return check
-
-
-async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:
-    # On prepare, not in a middleware: streams and errors get them too.
-    response.headers.update(SECURITY_HEADERS)
-    response.headers.setdefault("Cache-Control", "no-store")
-
-
 class Page:
-    """Handlers over one feed. `hosts`: what Host may say."""
+    """Handlers over one feed. log: where logins, commands and faults are told; None is stderr.
+    clock_s: monotonic seconds, by which sessions and kept answers age."""
 
-    def __init__(self, feed: Feed, settings: DashboardSettings, assets: dict[str, Asset]) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        settings: DashboardSettings,
+        assets: dict[str, Asset],
+        *,
+        log: structlog.typing.FilteringBoundLogger | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._feed = feed
         self._settings = settings
         self._assets = assets
+        self._log = make_logger(part="page", node=settings.node) if log is None else log
         self._clients: set[asyncio.Task[object]] = set()
+        self._calls = Calls(settings)
+        explained = Kept(clock_s, settings.answers_kept_s)
+        plans = Kept(clock_s, settings.answers_kept_s)
+        self._kept = (explained, plans)
+        self._reading = Reading(feed, self._calls, explained, plans)
+        self._operating = Operating(
+            feed,
+            settings,
+            self._calls,
+            self._reading,
+            Sessions(clock_s),
+            Guesses(clock_s),
+            self._kept,
+            self._log,
+        )
+        self._openapi = msgspec.json.encode(
+            document([endpoint for endpoint, _ in self.served()], placement.__version__)
+        )
+
+    def served(self) -> list[tuple[Endpoint, Handler]]:
+        """Every endpoint of the API with its handler."""
+        read, operate = self._reading, self._operating
+        return [
+            (reading.FRAME, read.frame),
+            (reading.PLACEMENT, read.placement),
+            (reading.STATUS, read.status),
+            (reading.HISTORY, read.history),
+            (reading.EVENTS, read.events),
+            (reading.MOVES, read.moves),
+            (reading.PLAN, read.plan),
+            (reading.EXPLAIN, read.explain),
+            (reading.EXPERTS_CSV, read.experts_csv),
+            (reading.EXPERT, read.expert),
+            (operating.SESSION, operate.session),
+            (operating.LOGIN, operate.login),
+            (operating.LOGOUT, operate.logout),
+            (operating.PAUSE, operate.pause),
+            (operating.RESUME, operate.resume),
+            (operating.COMPUTE, operate.compute),
+            (operating.APPLY, operate.apply),
+            (operating.DRAIN, operate.drain),
+            (operating.UNDRAIN, operate.undrain),
+            (STREAM, self._stream),
+            (OPENAPI, self._described),
+        ]
 
     def application(self, hosts: frozenset[str]) -> web.Application:
-        """The application that answers for `hosts`."""
-        app = web.Application(middlewares=[guard(hosts)], client_max_size=1024)
-        app.on_response_prepare.append(_add_headers)
+        """The application that answers for `hosts`, the values that Host may have."""
+        app = web.Application(
+            middlewares=[shape(self._log), guard(hosts)], client_max_size=BODY_BYTES_MAX
+        )
+        app.on_response_prepare.append(add_headers)
         app.on_shutdown.append(self._close)
         app.router.add_get("/", self._index)
         app.router.add_get("/static/{name:.+}", self._static)
-        app.router.add_get("/api/v1/frame", self._frame)
-        app.router.add_get("/api/v1/placement", self._placement)
-        app.router.add_get("/api/v1/status", self._status)
-        app.router.add_get("/api/v1/history", self._history)
-        app.router.add_get("/api/v1/events", self._events)
-        app.router.add_get("/api/v1/stream", self._stream)
+        for endpoint, handler in self.served():
+            if endpoint.method == "GET":
+                # A HEAD of the stream would never end.
+                app.router.add_get(
+                    endpoint.path, _checked(endpoint, handler), allow_head=endpoint is not STREAM
+                )
+            else:
+                app.router.add_route(endpoint.method, endpoint.path, _checked(endpoint, handler))
         return app
 
     async def _index(self, request: web.Request) -> web.Response:
@@ -158,64 +193,27 @@ class Page:
     def _asset(self, request: web.Request, name: str) -> web.Response:
         asset = self._assets.get(name)
         if asset is None:
-            raise web.HTTPNotFound(text="no such file\n")
-        return _tagged(request, asset.body, asset.etag, asset.content_type)
+            raise ApiError(404, "no such file", next_step="open /")
+        return tagged(request, asset.body, asset.etag, asset.content_type)
 
-    async def _frame(self, request: web.Request) -> web.Response:
-        return self._document(request, self._feed.frame, "no window has closed yet")
+    async def _described(self, request: web.Request, _given: Given) -> web.Response:
+        body = self._openapi.replace(ANY_COOKIE.encode(), operating.cookie_name(request).encode())
+        return tagged(request, body, tag_of(body), JSON)
 
-    async def _placement(self, request: web.Request) -> web.Response:
-        if not self._feed.placement.version:
-            return self._document(request, self._feed.placement, "nothing heard yet")
-        moves = msgspec.json.encode(self._feed.history.moves_after(0))
-        body = self._feed.placement.body[:-1] + b',"moves":' + moves + b"}"
-        version = f"{self._feed.placement.version}-{self._feed.history.moves_version}"
-        return _tagged(request, body, f'"{self._feed.life}-{version}"', "application/json")
-
-    def _document(self, request: web.Request, document: Versioned, why_not: str) -> web.Response:
-        if not document.version:
-            raise web.HTTPServiceUnavailable(
-                text=f"{why_not}: {self._feed.status_document()['message'] or 'try again'}\n",
-                headers={"Retry-After": str(RETRY_AFTER_S)},
-            )
-        etag = f'"{self._feed.life}-{document.version}"'
-        return _tagged(request, document.body, etag, "application/json")
-
-    async def _status(self, _request: web.Request) -> web.Response:
-        return _json(msgspec.json.encode(self._feed.status_document()))
-
-    async def _history(self, _request: web.Request) -> web.Response:
-        history = self._feed.history
-        return _json(
-            msgspec.json.encode({"points": list(history.points), "marks": list(history.marks)})
-        )
-
-    async def _events(self, request: web.Request) -> web.Response:
-        after = request.query.get("after", "0")
-        if not (after.isascii() and after.isdigit() and len(after) <= _DIGITS_MAX):
-            raise web.HTTPBadRequest(text="after must be a number of a record, 0 or more\n")
-        history = self._feed.history
-        return _json(
-            msgspec.json.encode(
-                {
-                    "life": self._feed.life,
-                    "last": history.last_record,
-                    "records": history.records_after(int(after)),
-                }
-            )
-        )
-
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, _given: Given) -> web.StreamResponse:
         if len(self._clients) >= self._settings.clients_max:
-            raise web.HTTPServiceUnavailable(
-                text=f"{self._settings.clients_max} browsers are watching already; close one\n",
+            raise ApiError(
+                503,
+                f"{self._settings.clients_max} browsers are watching already",
+                code="too_many_streams",
+                next_step="close one",
                 headers={"Retry-After": str(RETRY_AFTER_S)},
             )
         task = asyncio.current_task()
         assert task is not None, "handlers run in tasks"
         self._clients.add(task)
         response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
+            headers={"Content-Type": STREAM.media, "X-Accel-Buffering": "no"}
         )
         try:
             await response.prepare(request)
@@ -238,16 +236,16 @@ class Page:
     async def _close(self, _app: web.Application) -> None:
         for task in list(self._clients):
             task.cancel()
+        for kept in self._kept:
+            kept.close()
+        await self._calls.close()
 
 
-def _tagged(request: web.Request, body: bytes, etag: str, content_type: str) -> web.Response:
-    headers = {"ETag": etag, "Cache-Control": "no-cache"}
-    wanted = [tag.strip() for tag in request.headers.get("If-None-Match", "").split(",")]
-    if etag in wanted or f"W/{etag}" in wanted:
-        return web.Response(status=304, headers=headers)
-    charset = "utf-8" if content_type != "application/json" else None
-    return web.Response(body=body, content_type=content_type, charset=charset, headers=headers)
+def _checked(
+    endpoint: Endpoint, handler: Handler
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        endpoint.check_accept(request)
+        return await handler(request, endpoint.given(request))
 
-
-def _json(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/json")
+    return answer

@@ -18,20 +18,24 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
+from typing import Any
 
 import grpc
 import grpc.aio
 import msgspec
 
+from moe_serve.dashboard.before_plan import BeforePlan, KeptFrame
+from moe_serve.dashboard.experts import LoadHistory
 from moe_serve.dashboard.frames import Json, load_frame, placement_document
 from moe_serve.dashboard.history import History
+from moe_serve.dashboard.plans import Beginnings
 from moe_serve.dashboard.settings import DashboardSettings
+from moe_serve.dashboard.traffic import Traffic
+from moe_serve.dashboard.upstream import metadata_of, open_channel
 from moe_serve.errors import MoeServeError
 from moe_serve.rpc import placement_pb2, placement_pb2_grpc
-from moe_serve.rpc.auth import bearer_metadata
-from moe_serve.rpc.options import channel_credentials, channel_options
 
 _HINTS = {
     grpc.StatusCode.UNAVAILABLE: "it does not answer; it may be restarting",
@@ -78,6 +82,16 @@ class Feed:
         self.frame = Versioned()
         self.placement = Versioned()
         self.status = Versioned()
+        self.load: placement_pb2.GetLoadResponse | None = None
+        """The newest window that fits its declared shape."""
+        self.load_wall_s = 0.0
+        """When it closed, in seconds since the Unix epoch."""
+        self.shown: placement_pb2.GetPlacementResponse | None = None
+        """The placement that `placement` is of."""
+        self.loads = LoadHistory()
+        self.beginnings = Beginnings()
+        self.before_plan = BeforePlan()
+        self._traffic = Traffic()
         self._settings = settings
         self._clock_s = clock_s
         self._wall_s = wall_s
@@ -126,6 +140,14 @@ class Feed:
         # Shielded: a browser that goes away must not take the others' signal along.
         await asyncio.shield(self._wake)
 
+    def connection(self) -> str:
+        """connecting | live | stale | away."""
+        return str(self.status_document()["connection"])
+
+    def wall_s(self) -> float:
+        """Seconds since the Unix epoch, now."""
+        return self._wall_s()
+
     def status_document(self) -> Json:
         """How fresh the figures are, now."""
         age_s = None if self._load_at_s is None else self._clock_s() - self._load_at_s
@@ -159,8 +181,8 @@ class Feed:
             try:
                 await self._watch_all()
                 fault = "the controller closed its streams"
-            except* (grpc.aio.AioRpcError, MoeServeError, TimeoutError) as group:
-                fault = _fault_text(_first(group))
+            except (grpc.aio.AioRpcError, MoeServeError, TimeoutError) as error:
+                fault = _fault_text(error)
             self._set_connected(False, fault)
             if self._clock_s() - began_s > self._settings.backoff_max_s:
                 wait_s = self._settings.backoff_min_s
@@ -168,7 +190,7 @@ class Feed:
             wait_s = min(2 * wait_s, self._settings.backoff_max_s)
 
     async def _watch_all(self) -> None:
-        async with self._channel() as channel:
+        async with open_channel(self._settings) as channel:
             try:
                 # Not wait_for: where the channel is ready as the page stops, it loses the stop.
                 async with asyncio.timeout(self._settings.connect_timeout_s):
@@ -179,48 +201,44 @@ class Feed:
                     f"within {self._settings.connect_timeout_s:g} s"
                 ) from None
             stub = placement_pb2_grpc.PlacementServiceStub(channel)
-            async with asyncio.TaskGroup() as group:
-                for watch in (self._watch_placement, self._watch_load, self._watch_events):
-                    group.create_task(_or_ended(watch(stub)))
-
-    def _channel(self) -> grpc.aio.Channel:
-        # With the shared pool a new channel would inherit the back-off of the one that failed.
-        options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
-        address = self._settings.admin_address
-        if self._settings.tls_authority is None:
-            return grpc.aio.insecure_channel(address, options=options)
-        credentials = channel_credentials(self._settings.tls_authority)
-        return grpc.aio.secure_channel(address, credentials, options=options)
-
-    def _metadata(self) -> tuple[tuple[str, str], ...] | None:
-        return bearer_metadata(self._settings.token) if self._settings.token else None
+            watches = (self._watch_placement, self._watch_load, self._watch_events)
+            await _until_one_ends([watch(stub) for watch in watches])
 
     async def _watch_placement(self, stub: placement_pb2_grpc.PlacementServiceAsyncStub) -> None:
         request = placement_pb2.WatchPlacementRequest()
-        async for answer in stub.WatchPlacement(request, metadata=self._metadata()):
+        async for answer in stub.WatchPlacement(
+            request, metadata=metadata_of(self._settings.token)
+        ):
             self._newest = answer.placement
+            self._traffic.see(answer.placement)
             self._placement_dirty.set()
             self._set_connected(True, "")
 
     async def _watch_load(self, stub: placement_pb2_grpc.PlacementServiceAsyncStub) -> None:
         request = placement_pb2.WatchLoadRequest()
-        async for answer in stub.WatchLoad(request, metadata=self._metadata()):
+        async for answer in stub.WatchLoad(request, metadata=metadata_of(self._settings.token)):
             self._take_load(answer.load)
 
     async def _watch_events(self, stub: placement_pb2_grpc.PlacementServiceAsyncStub) -> None:
         # All that are kept, every time: the controller may have begun to count anew, and the
         # history knows again what it has.
         request = placement_pb2.WatchEventsRequest(after_seq=0)
-        async for answer in stub.WatchEvents(request, metadata=self._metadata()):
+        async for answer in stub.WatchEvents(request, metadata=metadata_of(self._settings.token)):
             if self.history.add_record(answer.record):
+                self.before_plan.note(answer.record)
                 self.notify()
 
     def _take_load(self, load: placement_pb2.GetLoadResponse) -> None:
         self._window_s = max(0.0, load.end_s - load.start_s)
         self._load_at_s = self._clock_s() - load.age_s
         wall_s = self._wall_s() - load.age_s
-        self.frame.put(load_frame(load, self._newest, seq=self.frame.version + 1, wall_s=wall_s))
-        self.history.add_point(load, wall_s)
+        speed = self._traffic.take()
+        seq = self.frame.version + 1
+        self.frame.put(load_frame(load, self._newest, seq=seq, wall_s=wall_s, speed=speed))
+        self.before_plan.closed(KeptFrame(load.end_s, wall_s, self.frame.version, self.frame.body))
+        self.loads.add(load, wall_s)
+        self.load, self.load_wall_s = load, wall_s
+        self.history.add_point(load, wall_s, speed)
         self._put_status()
 
     def _set_connected(self, connected: bool, fault: str) -> None:
@@ -250,7 +268,9 @@ class Feed:
             except MoeServeError as error:
                 self._set_connected(self._connected, error.message)
             else:
+                await asyncio.to_thread(self.beginnings.see, newest)
                 self.history.update_moves(newest)
+                self.shown = newest
                 self.placement.put(document)
                 self._put_status()
             await asyncio.sleep(self._settings.publish_interval_s)
@@ -271,19 +291,21 @@ class Feed:
             self._wake = asyncio.get_running_loop().create_future()
 
 
-class _StreamEnded(MoeServeError):
-    """A stream ended without an error: the controller goes down in good order."""
+async def _until_one_ends(watches: list[Coroutine[Any, Any, None]]) -> None:
+    """Run all until the first ends, end the others, raise what it raised.
 
-
-async def _or_ended(watch: Awaitable[None]) -> None:
-    await watch
-    # Raised so that the other two streams end too.
-    raise _StreamEnded("the controller closed its streams")
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    inner = group.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+    Not a TaskGroup: where the page is stopped just as a stream fails, it loses the stop.
+    """
+    tasks = [asyncio.create_task(watch) for watch in watches]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if task in ended:
+            task.result()
 
 
 def _fault_text(error: BaseException) -> str:

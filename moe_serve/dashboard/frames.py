@@ -30,7 +30,11 @@ Counts = npt.NDArray[np.int64]
 CELLS_MAX = 4_194_304
 """Most cells (phases x layers x experts, or ranks x slots) that a page takes."""
 
+UNKNOWN: Json = {"p50_s": None, "p99_s": None, "rows_per_s": None}
+"""Speed of a window of which nothing is known."""
 REPLICAS_MAX = 255
+COPIES_MAX = 64
+"""Running copies of one rank that are shown."""
 EMPTY = -1
 ABSENT = -2
 LISTED = "LISTED"
@@ -91,13 +95,15 @@ def load_frame(
     *,
     seq: int,
     wall_s: float,
+    speed: Json = UNKNOWN,
 ) -> Json:
     """Document of one closed window.
 
     wall_s: when the window closed, in seconds since the Unix epoch; `wall_s - end_s` turns the
     controller's seconds (those of moves) into dates. `load` is demand [phases, layers, experts] in
     pairs; `rank_pairs` executed pairs [ranks, layers]; `busy_s` seconds of compute [ranks].
-    `replicas` is null before the first placement. Raises InvalidArgument where arrays do not fit.
+    `replicas` is null before the first placement. speed: what `Traffic.take` said. Raises
+    InvalidArgument where arrays do not fit.
     """
     phases, layers, experts = load.num_phases, load.num_layers, load.num_experts
     demand = counts_of("demand", load.demand, (phases, layers, experts))
@@ -130,6 +136,7 @@ def load_frame(
         "imbalance": load.imbalance,
         "layer_imbalance": list(load.layer_imbalance),
         "sources_missing": list(load.sources_missing),
+        **speed,
     }
 
 
@@ -250,6 +257,31 @@ def rank_view(rank: placement_pb2.Rank) -> Json:
         "reserved_bytes": rank.reserved_bytes,
         "backlog_s": rank.backlog_s,
         "profile": rank.profile,
+        "memory": _memory(rank.memory) if rank.HasField("memory") else None,
+        "copies": [
+            {
+                "step_id": copy.step_id,
+                "slot": copy.slot,
+                "layer": copy.layer,
+                "expert": copy.expert,
+                "source": copy.source,
+                "done_bytes": copy.done_bytes,
+                "total_bytes": copy.total_bytes,
+                "seconds": copy.seconds,
+            }
+            for copy in rank.copies[:COPIES_MAX]
+        ],
+    }
+
+
+def _memory(memory: placement_pb2.RankMemory) -> Json:
+    return {
+        "slab_bytes": memory.slab_bytes,
+        "free_bytes": memory.free_bytes,
+        "largest_free_run_bytes": memory.largest_free_run_bytes,
+        "loaded_bytes": memory.loaded_bytes,
+        "process_bytes": memory.process_bytes,
+        "host_cache_bytes": memory.host_cache_bytes,
     }
 
 
@@ -290,6 +322,7 @@ def record_view(record: placement_pb2.DecisionRecord, number: int) -> Json:
         "expected_gain_s_per_s": record.expected_gain_s_per_s,
         "realised_gain_s_per_s": record.realised_gain_s_per_s,
         "copy_bytes": record.copy_bytes,
+        "refused": list(record.refused),
     }
 
 

@@ -1,5 +1,11 @@
 """What the page remembers: imbalance by window, plans, moves and decisions, each with a limit.
 
+Times of a move: `started_at_s` (when its plan started) and `ended_at_s` are the controller's own
+seconds (0 = not yet), the same with `_wall_s` dates (null = not yet, or not known). A move is
+`planned` from its plan's start, `running` from its first step, `done` or `aborted` at its end;
+`dropped` where the controller no longer names one that had not ended. A plan's measured gain
+arrives later, by a record of the rule `realised_gain`, and changes its moves then.
+
 Responsible for order, limits and for knowing again what a reconnect sends twice. Must never read a
 clock or hold more than its limits. Called by `feed`.
 """
@@ -8,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from moe_serve.dashboard.frames import Json, move_view, record_view, worst_layer
+from moe_serve.dashboard.frames import UNKNOWN, Json, move_view, record_view, worst_layer
 from moe_serve.rpc import placement_pb2
 
 POINTS_MAX = 3_600
@@ -16,6 +22,7 @@ MARKS_MAX = 400
 RECORDS_MAX = 2_000
 MOVES_MAX = 400
 UNFINISHED = frozenset({"planned", "running"})
+_UNMEASURED: Json = {"expected_gain_s_per_s": None, "realised_gain_s_per_s": None}
 
 
 class History:
@@ -23,9 +30,11 @@ class History:
 
     def __init__(self) -> None:
         self.points: deque[Json] = deque(maxlen=POINTS_MAX)
-        """{"wall_s", "window", "imbalance", "worst_layer"}, oldest first."""
+        """{"wall_s", "window", "imbalance", "worst_layer", "p50_s", "p99_s", "rows_per_s"}, oldest
+        first."""
         self.marks: deque[Json] = deque(maxlen=MARKS_MAX)
-        """{"wall_s", "plan_id", "rule", "detail", "moves"} of each plan that started."""
+        """{"wall_s", "plan_id", "rule", "detail", "moves", "expected_gain_s_per_s",
+        "realised_gain_s_per_s"} of each plan that started; gains are null until measured."""
         self.records: deque[Json] = deque(maxlen=RECORDS_MAX)
         self.last_record = 0
         """Number of the newest record, 0 before the first."""
@@ -35,9 +44,13 @@ class History:
         self._offset_s: float | None = None
         self._known_records: set[tuple[int, float]] = set()
         self._known_plans: set[str] = set()
+        self._gains: OrderedDict[str, Json] = OrderedDict()
 
-    def add_point(self, load: placement_pb2.GetLoadResponse, wall_s: float) -> None:
-        """Remember a closed window; one that is known already is not added again."""
+    def add_point(
+        self, load: placement_pb2.GetLoadResponse, wall_s: float, speed: Json = UNKNOWN
+    ) -> None:
+        """Remember a closed window; one that is known already is not added again. speed: what
+        `Traffic.take` said of it."""
         if self._offset_s is None:
             self._offset_s = wall_s - load.end_s
         last = self.points[-1] if self.points else None
@@ -49,6 +62,7 @@ class History:
                 "window": load.window,
                 "imbalance": load.imbalance,
                 "worst_layer": worst_layer(load.layer_imbalance),
+                **speed,
             }
         )
 
@@ -65,7 +79,26 @@ class History:
         self.last_record += 1
         self.records.append(record_view(record, self.last_record))
         self._mark(record)
+        self._measure(record)
         return True
+
+    def _measure(self, record: placement_pb2.DecisionRecord) -> None:
+        """Take over what a plan was found to have brought, into its mark and its moves."""
+        if record.rule != "realised_gain" or not record.plan_id:
+            return
+        gain = {
+            "expected_gain_s_per_s": record.expected_gain_s_per_s,
+            "realised_gain_s_per_s": record.realised_gain_s_per_s,
+        }
+        self._gains[record.plan_id] = gain
+        while len(self._gains) > MARKS_MAX:
+            self._gains.popitem(last=False)
+        for at, mark in enumerate(self.marks):
+            if mark["plan_id"] == record.plan_id:
+                self.marks[at] = mark | gain
+        for key, (_, view) in list(self._moves.items()):
+            if key[0] == record.plan_id:
+                self._put(key, view)
 
     def _mark(self, record: placement_pb2.DecisionRecord) -> None:
         started = record.outcome == "started" and record.plan_id != "" and record.move_id < 0
@@ -81,6 +114,7 @@ class History:
                 "rule": record.rule,
                 "detail": record.detail,
                 "moves": int(record.numbers.get("moves", 0.0)),
+                **self._gains.get(record.plan_id, _UNMEASURED),
             }
         )
 
@@ -103,9 +137,14 @@ class History:
 
     def _put(self, key: tuple[str, int], view: Json) -> None:
         old = self._moves[key][1] if key in self._moves else {}
+        gain = self._gains.get(key[0], _UNMEASURED)
         view = view | {
-            f"{edge}_wall_s": self._date(view[f"{edge}_at_s"], old, edge)
-            for edge in ("started", "ended")
+            "plan_expected_gain_s_per_s": gain["expected_gain_s_per_s"],
+            "realised_gain_s_per_s": gain["realised_gain_s_per_s"],
+            **{
+                f"{edge}_wall_s": self._date(view[f"{edge}_at_s"], old, edge)
+                for edge in ("started", "ended")
+            },
         }
         if view != old:
             self.moves_version += 1
@@ -123,8 +162,33 @@ class History:
         """Moves that are new or changed since `version`, in the order they were first seen."""
         return [view for at, view in self._moves.values() if at > version]
 
+    def moves_page(self, version: int, limit: int) -> tuple[list[Json], int]:
+        """At most `limit` moves that are new or changed since `version`, oldest change first, and
+        the version to ask for what comes after them."""
+        fresh = sorted((row for row in self._moves.values() if row[0] > version), key=_version)
+        if len(fresh) <= limit:
+            return [view for _, view in fresh], self.moves_version
+        return [view for _, view in fresh[:limit]], fresh[limit - 1][0]
+
+    def moves_of(self, plan_id: str) -> list[Json]:
+        """Moves of one plan, in the order they were first seen."""
+        return [view for key, (_, view) in self._moves.items() if key[0] == plan_id]
+
+    def moves_of_expert(self, layer: int, expert: int, limit: int) -> list[Json]:
+        """The newest moves of one expert, newest last."""
+        found = [
+            view
+            for _, view in self._moves.values()
+            if (view["layer"], view["expert"]) == (layer, expert)
+        ]
+        return found[-limit:]
+
     def records_after(self, number: int) -> list[Json]:
         """Kept records with a greater number, oldest first."""
         first = self.last_record - len(self.records)
         skip = max(0, number - first)
         return list(self.records)[skip:] if skip else list(self.records)
+
+
+def _version(row: tuple[int, Json]) -> int:
+    return row[0]

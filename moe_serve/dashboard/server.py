@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
+import structlog
 from aiohttp import web
 
 from moe_serve.dashboard.app import Page, allowed_hosts, load_assets
@@ -24,15 +28,26 @@ from moe_serve.errors import StartRefused
 
 BACKLOG = 64
 SHUTDOWN_TIMEOUT_S = 2.0
+LINGER_S = 1.0
+"""Time for the rest of a body that nobody reads, before its connection is closed."""
 
 
 class DashboardServer:
-    """The page on one port."""
+    """The page on one port. log: None is stderr. clock_s: by which sessions age."""
 
-    def __init__(self, settings: DashboardSettings) -> None:
+    def __init__(
+        self,
+        settings: DashboardSettings,
+        *,
+        log: structlog.typing.FilteringBoundLogger | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._settings = settings
+        self._log = log
+        self._clock_s = clock_s
         self._runner: web.AppRunner | None = None
-        self._feed: Feed | None = None
+        self.feed: Feed | None = None
+        """What the page knows, None before `start`."""
         self.url = ""
         """Where a browser finds the page, "" before `start`."""
 
@@ -42,25 +57,37 @@ class DashboardServer:
         assets = load_assets()
         bound = bind(self._settings.host, self._settings.port)
         port = int(bound.getsockname()[1])
-        self._feed = Feed(self._settings)
-        page = Page(self._feed, self._settings, assets)
+        self.feed = Feed(self._settings)
+        page = Page(self.feed, self._settings, assets, log=self._log, clock_s=self._clock_s)
         hosts = allowed_hosts(self._settings.host, port)
         self._runner = web.AppRunner(
-            page.application(hosts), access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+            page.application(hosts),
+            access_log=None,
+            logger=_silent(),
+            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+            lingering_time=LINGER_S,
         )
         await self._runner.setup()
         await web.SockSite(self._runner, bound, backlog=BACKLOG).start()
-        await self._feed.start()
+        await self.feed.start()
         name = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         self.url = f"http://{name}:{port}/"
         return self.url
 
     async def stop(self) -> None:
         """Close the port, every stream and the connection to the controller."""
-        if self._feed is not None:
-            await self._feed.stop()
+        if self.feed is not None:
+            await self.feed.stop()
         if self._runner is not None:
             await self._runner.cleanup()
+
+
+def _silent() -> logging.Logger:
+    """The web server's own log, which quotes malformed headers: a cookie may be among them. What
+    our handlers do wrong is told by `edge`."""
+    log = logging.Logger("page")  # not in the tree: nothing of it is passed on
+    log.addHandler(logging.NullHandler())
+    return log
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -27,10 +27,16 @@ class DashboardSettings:
     port: int = 0
     token: str = ""
     tls_authority: Path | None = None
-    clients_max: int = 32
+    node: str = ""
+    """Where the page runs, as lines of its log say it."""
+    clients_max: int = 64
     """Open event streams; one more is answered 503."""
     write_timeout_s: float = 30.0
     """A browser that takes nothing for so long is let go."""
+    body_timeout_s: float = 5.0
+    """A body that has not come by then is refused."""
+    answers_kept_s: float = 1.0
+    """An explanation is asked for again after so long, however many look at it."""
     publish_interval_s: float = 0.25
     """Between two placements sent to browsers, at least: a wave changes many slots at once."""
     status_interval_s: float = 1.0

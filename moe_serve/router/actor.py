@@ -25,13 +25,14 @@ from moe_serve.errors import InvalidArgument, MoeServeError, StaleTerm, StartRef
 from moe_serve.ports import RouterInfo, RouterReport, ShardChannel
 from moe_serve.router import kernels as router_kernels
 from moe_serve.router.dispatch import RouterCore
-from moe_serve.router.figures import RouterFigures
 from moe_serve.router.lanes import ChannelFactory, OnDisconnect
 from moe_serve.router.ledger import LedgerPage
 from moe_serve.router.service import RouterServer
 from moe_serve.router.settings import RouterSettings
 from moe_serve.telemetry import Metrics
-from moe_serve.telemetry.sink import RaySink
+from moe_serve.telemetry.router_figures import RouterFigures
+from moe_serve.telemetry.sink import RaySink, actor_lines
+from moe_serve.telemetry.traces import open_traces
 from moe_serve.wire.channel import ZmqShardChannel
 from moe_serve.wire.security import CurveKeys
 from moe_serve.wire.sockets import WireOptions
@@ -91,8 +92,9 @@ class RouterActor:
         self._last_port = 0 if settings.port else last_port
         self._core: RouterCore | None = None
         self._server: RouterServer | None = None
-        self._figures = RouterFigures(Metrics(RaySink()))
+        self._figures = RouterFigures(Metrics(RaySink()), settings.router)
         self._starting = asyncio.Lock()
+        actor_lines(part=settings.router, incarnation=settings.incarnation)
 
     async def start(self) -> bytes:
         """Compile kernels, bind, serve. Returns StartAnswer; calling it again gives the same
@@ -117,7 +119,10 @@ class RouterActor:
         return await self._bound(self._settings)
 
     async def _bound(self, settings: RouterSettings) -> tuple[RouterCore, RouterServer]:
-        core = RouterCore(settings, wire_channels(self._keys, settings.wire))
+        traces = open_traces(
+            settings.traces, service=settings.service, part=settings.router, node=settings.node
+        )
+        core = RouterCore(settings, wire_channels(self._keys, settings.wire), traces=traces)
         try:
             server = RouterServer(core)
             await server.start()

@@ -52,6 +52,8 @@ class ForwardInput:
     valid: npt.NDArray[np.uint8]
     request_id: str
     attempt: int
+    trace: str = ""
+    """`traceparent` of the router's span of the request, "" where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ def check_size(request: dispatch_pb2.ForwardRequest, raw: RawBytes, max_message_
     """Refuse a message above the advertised limit. Raises ResourceExhausted."""
     size = len(raw.hidden) + len(raw.ids) + len(raw.gates)
     size += len(request.row_valid) + len(request.pair_valid)
-    size += 4 * (len(request.model) + len(request.request_id))
+    names = len(request.model) + len(request.request_id)
+    size += 4 * (names + len(request.traceparent) + len(request.tracestate))
     # The exact size costs a pass over the message; it is only asked for near the limit.
     if size + OTHER_FIELDS_BYTES > max_message_bytes:
         size = request.ByteSize()

@@ -10,26 +10,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
 
 from moe_serve.errors import (
     DeadlineExceeded,
-    InvalidArgument,
     MoeServeError,
-    StaleTerm,
     Unavailable,
 )
 from moe_serve.ports import RouterInfo, RouterReport, SubCall, SubReply
 from moe_serve.router.checks import ForwardInput
 from moe_serve.router.combine import combine_rows, gather_rows
+from moe_serve.router.counters import counters
 from moe_serve.router.demand import DemandLog
 from moe_serve.router.facts import RouterFacts, router_facts
 from moe_serve.router.faults import FaultInjector
 from moe_serve.router.flight import (
     Flight,
     ForwardOutput,
+    Stamps,
     error_of,
     internal,
     ledger_entries,
@@ -39,17 +37,21 @@ from moe_serve.router.flight import (
 )
 from moe_serve.router.lanes import ChannelFactory, Lanes
 from moe_serve.router.ledger import CombinedLedger
-from moe_serve.router.outcome import CANCELLED, Lost, ask
+from moe_serve.router.lines import RouterLines
+from moe_serve.router.offload import SPLIT_BYTES_PER_PAIR, Offload
+from moe_serve.router.outcome import CANCELLED, Lost
 from moe_serve.router.permits import Permits
 from moe_serve.router.pulse import Pulse
 from moe_serve.router.second_tries import SecondTries
 from moe_serve.router.settings import RouterSettings
-from moe_serve.router.table_fetch import TableFetch
+from moe_serve.router.spans import asking
+from moe_serve.router.stages import Stages
+from moe_serve.router.table_fetch import TableFetch, check_accepted
+from moe_serve.telemetry.traces import NO_TRACES, Traces
 from placement.roles.admission import Admission
 from placement.roles.calls import Contribution
 from placement.roles.router import RouterRole
 from placement.roles.router_records import (
-    PAIR_COUNTERS,
     Acceptance,
     Dispatch,
     Failure,
@@ -60,9 +62,6 @@ from placement.routing import RoutingTable
 from placement.split import count_ids
 from placement.topology import NUM_PHASES
 
-_T = TypeVar("_T")
-SPLIT_BYTES_PER_PAIR = 32
-"""Work of the splitter for one pair, in bytes touched: decides whether it runs in a thread."""
 _TICK_S = 0.1
 _KEYS_PER_LIFE = 1 << 40
 
@@ -79,6 +78,7 @@ class RouterCore:
         channel_factory: ChannelFactory,
         *,
         clock: Callable[[], float] = time.monotonic,
+        traces: Traces = NO_TRACES,
     ) -> None:
         spec = settings.spec
         first_key = (settings.incarnation & 0xFFFFF) * _KEYS_PER_LIFE + 1
@@ -102,6 +102,10 @@ class RouterCore:
         )
         self.ledger = CombinedLedger(settings.router, settings.incarnation, settings.ledger_entries)
         self.pulse = Pulse(clock)
+        self.traces = traces
+        self.lines = RouterLines(settings, clock, self.role)
+        self._ask = asking(traces, clock)
+        self.stages = Stages()
         self._clock = clock
         self._facts: RouterFacts | None = None
         self._lanes = Lanes(channel_factory, self._disconnected)
@@ -124,10 +128,11 @@ class RouterCore:
             launch=self._launch,
             settled=self._fetch.settled,
             refresh=self._refresh_connections,
+            lines=self.lines,
         )
         self._ticker: asyncio.Task[None] | None = None
         self._stopped = False
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="router-rows")
+        self._offload = Offload(settings.offload_bytes)
 
     # ------------------------------------------------------------------------------- life
 
@@ -148,7 +153,8 @@ class RouterCore:
         self._tries.stop()
         await self._fetch.stop()
         await self._lanes.close()
-        self._threads.shutdown(wait=False)
+        self._offload.stop()
+        await asyncio.to_thread(self.traces.close)
         if self._facts is not None:
             self._facts.died()
 
@@ -180,17 +186,7 @@ class RouterCore:
         accepted = self.role.accept(table)
         if self._facts is not None:
             self._facts.accepted(accepted, table, self.role.highest_term)
-        if accepted is Acceptance.STALE_TERM:
-            raise StaleTerm(
-                f"term {table.term} is over, {self.role.highest_term} was seen",
-                term=self.role.highest_term,
-            )
-        if accepted is Acceptance.MISFIT:
-            spec = self.settings.spec
-            raise InvalidArgument(
-                f"table of {table.num_layers} x {table.num_experts} experts, this router serves "
-                f"{spec.num_layers} x {spec.num_experts}"
-            )
+        check_accepted(accepted, table, self.role.highest_term, self.settings.spec)
         if peers is not None:
             self.peers = tuple(peers)
         newest = self.role.table
@@ -233,21 +229,13 @@ class RouterCore:
             quiesced_epoch=self.role.quiesced_epoch,
             reports=self.demand.reports(acked_seq, at_s),
             suspects=self.role.suspects(at_s),
-            counters=self._counters(),
+            counters=counters(self.role, self.pulse, self.demand, self._permits),
             quantiles=self.pulse.take_quantiles(),
             queued_key=queued_key,
             queued_pairs=queued_pairs,
             stopped=self._stopped,
+            stages=self.stages.counts(),
         )
-
-    def _counters(self) -> dict[str, float]:
-        counters = dict.fromkeys(PAIR_COUNTERS, 0.0)
-        counters |= {name: float(value) for name, value in self.role.counters.items()}
-        counters |= self.pulse.counters()
-        counters["demand_pairs"] = float(self.demand.total_pairs)
-        counters["dropped_replies"] = float(self.role.dropped_replies)
-        counters["ejections"] = float(self.role.ejections)
-        return counters | self._permits.counters()
 
     # ------------------------------------------------------------------------------- a request
 
@@ -268,11 +256,11 @@ class RouterCore:
     async def _admitted(
         self, key: int, request: ForwardInput, began_s: float, timeout_s: float
     ) -> ForwardOutput:
-        rows = int(request.hidden.shape[0])
+        rows, stamps = int(request.hidden.shape[0]), Stamps(began_s)
         with self.demand.waits(request):
             permit = await self._permits.take(rows, began_s + timeout_s)
         try:
-            output = await self._forward(key, request, began_s + timeout_s)
+            output = await self._forward(key, request, began_s + timeout_s, stamps)
         except MoeServeError as error:
             self.pulse.add("failed")
             raise named(error, request.request_id) from error.__cause__
@@ -281,19 +269,24 @@ class RouterCore:
             raise named(internal(error), request.request_id) from error
         finally:
             self._permits.give_back(permit)
-        self.pulse.served(rows, self._clock() - began_s)
+        ended_s = self._clock()
+        self.pulse.served(rows, ended_s - began_s)
+        self.stages.answered(request.phase, stamps, ended_s)
+        if 0.0 < self.settings.slow_request_s < ended_s - began_s:
+            self.lines.slow(request, output, stamps, ended_s)
         return output
 
     async def _forward(
-        self, key: int, request: ForwardInput, deadline_at_s: float
+        self, key: int, request: ForwardInput, deadline_at_s: float, stamps: Stamps
     ) -> ForwardOutput:
-        now_s = self._clock()
+        stamps.permit_s = now_s = self._clock()
         if not request.valid.any():
             return nothing_to_do(request, self.role.table, self.settings.spec.weights_version)
         flight = Flight(
             key=key,
             request=request,
             deadline_at_s=deadline_at_s,
+            stamps=stamps,
             done=asyncio.get_running_loop().create_future(),
         )
         self._flights[flight.key] = flight
@@ -332,20 +325,25 @@ class RouterCore:
 
     async def _launch(self, flight: Flight, job: PlanJob) -> None:
         """Split, then send every sub-call."""
+        began_s = self._clock()
         try:
-            parts = await self._offload(job.ids.size * SPLIT_BYTES_PER_PAIR, job.run)
+            parts = await self._offload.run(job.ids.size * SPLIT_BYTES_PER_PAIR, job.run)
         except BaseException:
             self.role.abandon(job)
             raise
         table = job.index.table
         flight.order = max(flight.order, table.order)
         flight.weights_version = table.weights_version
-        for dispatch in self.role.commit(job, parts, self._clock()):
+        now_s = self._clock()
+        split_s = now_s - began_s
+        if job.call_id is None:
+            flight.stamps.split_s, split_s = split_s, 0.0
+        for dispatch in self.role.commit(job, parts, now_s):
             flight.unsettled[dispatch.sub_id] = dispatch
-            flight.spawn(partial(self._deliver, flight, dispatch))
+            flight.spawn(partial(self._deliver, flight, dispatch, split_s))
         self._tries.arm()
 
-    async def _deliver(self, flight: Flight, dispatch: Dispatch) -> None:
+    async def _deliver(self, flight: Flight, dispatch: Dispatch, split_s: float) -> None:
         """Send one sub-call and tell the role how it ended, whatever happens."""
         rank, incarnation = dispatch.part.rank, dispatch.incarnation
         # What has no time left is not sent: a shard would take it for malformed.
@@ -353,7 +351,11 @@ class RouterCore:
         ended: SubReply | Lost = CANCELLED
         try:
             if lane is not None:
-                ended = await ask(lane, await self._sub_call(flight, dispatch))
+                sub_call = await self._sub_call(flight, dispatch)
+                sent_s = self._clock()
+                ended = await self._ask(lane, sub_call)
+                if isinstance(ended, SubReply):
+                    flight.answered(dispatch, ended, split_s, sent_s, self._clock())
         finally:
             if lane is not None:
                 self._lanes.leave(lane)
@@ -408,7 +410,8 @@ class RouterCore:
             self._facts.added(flight.key, added)
         rows, width = (int(n) for n in request.hidden.shape)
         size = sum(one.row_id.shape[0] for one in added) * width * 4
-        output = await self._offload(size, lambda: combine_rows(rows, width, request.dtype, added))
+        combined = partial(combine_rows, rows, width, request.dtype, added)
+        output = await self._offload.run(size, combined)
         if self.settings.ledger_entries:
             self.ledger.add(ledger_entries(flight, added))
         return ForwardOutput(output, *flight.order, flight.weights_version)
@@ -416,15 +419,10 @@ class RouterCore:
     async def _sub_call(self, flight: Flight, dispatch: Dispatch) -> SubCall:
         request, part = flight.request, dispatch.part
         size = part.row_id.shape[0] * request.hidden.shape[1] * request.hidden.itemsize
-        rows = await self._offload(size, partial(gather_rows, request.hidden, part.row_id))
+        rows = await self._offload.run(size, partial(gather_rows, request.hidden, part.row_id))
         return sub_call_of(flight, dispatch, self.settings.router, rows)
 
     # ------------------------------------------------------------------------------- inside
-
-    async def _offload(self, size_bytes: int, work: Callable[[], _T]) -> _T:
-        if size_bytes <= self.settings.offload_bytes:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _fetched(self, table: RoutingTable) -> None:
         self.pulse.add("tables_fetched")

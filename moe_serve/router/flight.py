@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,18 @@ from placement.routing import RoutingTable
 
 BUSY_RETRY_S = 0.05
 """Wait that a caller is told where every shard that could serve it is busy."""
+ANSWER: Final = (
+    "rank",
+    "pairs",
+    "split_s",
+    "sent_s",
+    "came_s",
+    "queue_s",
+    "compute_s",
+    "rest_s",
+)
+"""What is kept of an answered sub-call. split_s: of planning it, where it was a second try; 0 for
+the first ones, which were planned together. The last three are the shard's words."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +53,21 @@ class ForwardOutput:
 
 
 @dataclass(slots=True, eq=False)
+class Stamps:
+    """When a request came and had its permit, and how long its first split took.
+
+    answers: the numbers `ANSWER` of each sub-call that served something until the request was
+    finished, one sub-call after another in the order of their answers. Plain numbers in one list:
+    they are made for every sub-call there is, and this costs a third of an object for each.
+    """
+
+    began_s: float
+    permit_s: float = 0.0
+    split_s: float = 0.0
+    answers: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class Flight:
     """One request in work. `done` ends with None, or with the typed error that fails the request.
 
@@ -51,6 +78,7 @@ class Flight:
     key: int
     request: ForwardInput
     deadline_at_s: float
+    stamps: Stamps
     done: asyncio.Future[None]
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     unsettled: dict[int, Dispatch] = field(default_factory=dict)
@@ -66,6 +94,19 @@ class Flight:
         """The request cannot be finished."""
         if not self.done.done():
             self.done.set_exception(error)
+
+    def answered(
+        self, dispatch: Dispatch, reply: SubReply, split_s: float, sent_s: float, came_s: float
+    ) -> None:
+        """A sub-call came back while the request was open; what served nothing is not kept."""
+        if not len(reply.partial) or self.done.done():
+            return
+        part, status = dispatch.part, reply.row_status
+        num_pairs = part.num_pairs
+        if len(reply.partial) < len(status):
+            num_pairs = int(np.count_nonzero(status[part.pair_row] == 0))
+        told = reply.queue_s, reply.compute_s, reply.rest_s
+        self.stamps.answers.extend((part.rank, num_pairs, split_s, sent_s, came_s, *told))
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run work of this request; what it raises fails the request."""
@@ -133,6 +174,7 @@ def sub_call_of(flight: Flight, dispatch: Dispatch, router: str, rows: npt.NDArr
         pair_k=part.pair_k,
         pair_expert=part.pair_expert,
         request_id=request.request_id,
+        trace=request.trace,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from moe_serve.router.flight import Flight, error_of
+from moe_serve.router.lines import RouterLines
 from placement.roles.calls import Cause
 from placement.roles.router import RouterRole
 from placement.roles.router_records import Failure, PlanJob, Retry, Step
@@ -23,7 +24,8 @@ _LATE_S = 0.01
 
 class SecondTries:
     """Of the requests in `flights`, by request key. `launch` sends what a job planned; `settled`
-    waits for a table that is being fetched; `refresh` tells the role which connections are back.
+    waits for a table that is being fetched; `refresh` tells the role which connections are back;
+    `lines` is the router's log.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class SecondTries:
         launch: Callable[[Flight, PlanJob], Awaitable[None]],
         settled: Callable[[], Awaitable[None]],
         refresh: Callable[[], bool],
+        lines: RouterLines,
     ) -> None:
         self._role = role
         self._flights = flights
@@ -42,6 +45,7 @@ class SecondTries:
         self._launch = launch
         self._settled = settled
         self._refresh = refresh
+        self._lines = lines
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
         self._stopped = False
@@ -112,4 +116,6 @@ class SecondTries:
         if isinstance(job, Failure):
             flight.fail(error_of(job))
         elif job is not None:
+            request = flight.request
+            self._lines.sent_again(request.request_id, request.layer, cause.name.lower())
             await self._launch(flight, job)

@@ -8,6 +8,8 @@ by tests directly.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -33,15 +35,14 @@ from moe_serve.router.checks import REQUEST_ID_CHARS_MAX, check_forward, check_m
 from moe_serve.router.dispatch import RouterCore
 from moe_serve.router.flight import ForwardOutput
 from moe_serve.router.settings import RouterSettings
+from moe_serve.router.spans import RequestSpan, RequestSpans
 from moe_serve.rpc import API_VERSION, codec, dispatch_pb2, dispatch_pb2_grpc
 from moe_serve.rpc.auth import AuthInterceptor, TokenChecker, TokenFile
 from moe_serve.rpc.options import server_credentials, server_options
 from moe_serve.rpc.status import abort, to_item_error
 from moe_serve.rpc.undecodable import DecodeInterceptor
-from moe_serve.telemetry import AuditLog, make_logger
+from moe_serve.telemetry import AuditLog
 
-FAILURE_LOG_S = 0.1
-"""Time between two lines on requests that no shard could serve: in a storm all would be alike."""
 SERVICE_NAME = dispatch_pb2.DESCRIPTOR.services_by_name["DispatchService"].full_name
 
 
@@ -52,9 +53,10 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         self._core = core
         self._settings = core.settings
         self._own_address = own_address
-        self._log = make_logger(part=core.settings.router, incarnation=core.settings.incarnation)
-        self._quiet_until_s = 0.0
-        self._unlogged = 0
+        self._spans = (
+            RequestSpans(core.traces, core.pulse, time.monotonic) if core.traces.on else None
+        )
+        self._unnamed = itertools.count(1)
         self._draining = asyncio.Event()
 
     def drain(self) -> None:
@@ -105,7 +107,8 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         left_s = context.time_remaining()
         default_s = self._settings.default_timeout_s
         try:
-            return await self._answer(request, default_s if left_s is None else left_s)
+            headers = context.invocation_metadata() if self._spans is not None else None
+            return await self._answer(request, default_s if left_s is None else left_s, headers)
         except MoeServeError as error:
             self._note(error, request)
             await abort(context, error)
@@ -115,7 +118,8 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         self, request_iterator: AsyncIterator[dispatch_pb2.StreamForwardRequest], context: Any
     ) -> AsyncIterator[dispatch_pb2.StreamForwardResponse]:
         """Many items, answered in the order they finish; a bad one gets an error of its own."""
-        stream = _Stream(self, self._settings.max_stream_items, context.time_remaining())
+        headers = context.invocation_metadata() if self._spans is not None else None
+        stream = _Stream(self, self._settings.max_stream_items, context.time_remaining(), headers)
         reader = asyncio.create_task(stream.read(request_iterator))
         closer = asyncio.create_task(stream.close_after(self._draining))
         try:
@@ -131,14 +135,14 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
             await stream.end()
 
     async def answer_item(
-        self, item: dispatch_pb2.StreamForwardRequest, left_s: float | None
+        self, item: dispatch_pb2.StreamForwardRequest, left_s: float | None, headers: Any = None
     ) -> dispatch_pb2.StreamForwardResponse:
-        """Answer or error of one item of a stream, never an exception."""
+        """Answer or error of one item of a stream, never an exception. headers: of the stream."""
         timeout_s = item.timeout_ms / 1000 if item.timeout_ms else self._settings.default_timeout_s
         if left_s is not None:
             timeout_s = min(timeout_s, left_s)
         try:
-            response = await self._answer(item.request, timeout_s)
+            response = await self._answer(item.request, timeout_s, headers)
         except MoeServeError as error:
             self._note(error, item.request)
             return dispatch_pb2.StreamForwardResponse(
@@ -147,7 +151,19 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         return dispatch_pb2.StreamForwardResponse(sequence=item.sequence, response=response)
 
     async def _answer(
-        self, request: dispatch_pb2.ForwardRequest, timeout_s: float
+        self, request: dispatch_pb2.ForwardRequest, timeout_s: float, headers: Any
+    ) -> dispatch_pb2.ForwardResponse:
+        if not request.request_id:
+            # Of ours then, so that lines and errors of router and shard can be told together.
+            name = f"{self._settings.router}.{self._settings.incarnation}-{next(self._unnamed)}"
+            request.request_id = name
+        if self._spans is None:
+            return await self._answered(request, timeout_s, None)
+        with self._spans.of(request, headers) as span:
+            return await self._answered(request, timeout_s, span)
+
+    async def _answered(
+        self, request: dispatch_pb2.ForwardRequest, timeout_s: float, span: RequestSpan | None
     ) -> dispatch_pb2.ForwardResponse:
         settings = self._settings
         if self._draining.is_set():
@@ -157,41 +173,28 @@ class DispatchServicer(dispatch_pb2_grpc.DispatchServiceServicer):
         except MoeServeError:
             self._core.pulse.add("refused_requests")
             raise
+        if span is not None:
+            checked = span.of(checked)
         output = await self._core.forward(checked, timeout_s)
+        if span is not None:
+            span.answered(output)
         return _response(output, checked.dtype)
 
     def _note(self, error: MoeServeError, request: dispatch_pb2.ForwardRequest) -> None:
-        # A caller's fault is told to the caller alone, and so is a full queue.
         request_id = request.request_id[:REQUEST_ID_CHARS_MAX]
-        if error.code == "INTERNAL":
-            self._log.error(
-                "request failed",
-                request_id=request_id,
-                layer=request.layer,
-                cause=repr(error.__cause__ or error),
-            )
-        elif error.code == "UNAVAILABLE":
-            now_s = asyncio.get_running_loop().time()
-            if now_s < self._quiet_until_s:
-                self._unlogged += 1
-                return
-            self._log.warning(
-                "request failed",
-                request_id=request_id,
-                layer=request.layer,
-                cause=error.message,
-                more_before=self._unlogged,
-            )
-            self._quiet_until_s, self._unlogged = now_s + FAILURE_LOG_S, 0
+        self._core.lines.failed(error, request_id, request.layer)
 
 
 class _Stream:
     """State of one StreamForward call. `room`: items that may be read before one is answered."""
 
-    def __init__(self, servicer: DispatchServicer, max_items: int, left_s: float | None) -> None:
+    def __init__(
+        self, servicer: DispatchServicer, max_items: int, left_s: float | None, headers: Any
+    ) -> None:
         self.answers: asyncio.Queue[dispatch_pb2.StreamForwardResponse | None] = asyncio.Queue()
         self.room = asyncio.Semaphore(max_items)
         self._servicer = servicer
+        self._headers = headers
         loop = asyncio.get_running_loop()
         self._clock = loop.time
         self._ends_at_s = None if left_s is None else loop.time() + left_s
@@ -240,7 +243,7 @@ class _Stream:
 
     async def _run(self, item: dispatch_pb2.StreamForwardRequest) -> None:
         left_s = None if self._ends_at_s is None else max(0.0, self._ends_at_s - self._clock())
-        answer = await self._servicer.answer_item(item, left_s)
+        answer = await self._servicer.answer_item(item, left_s, self._headers)
         # Free for reuse from the moment the answer can be seen.
         self._open.pop(item.sequence, None)
         self.answers.put_nowait(answer)
@@ -257,7 +260,7 @@ class RouterServer:
         settings = core.settings
         if checker is None and settings.token_file is not None:
             checker = TokenFile(settings.token_file)
-        audit = AuditLog(part=settings.router)
+        audit = AuditLog(part=settings.router, node=settings.node)
         tokens = [] if checker is None else [AuthInterceptor(checker, audit=audit)]
         self._core = core
         self._server = grpc.aio.server(

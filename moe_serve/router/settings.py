@@ -13,6 +13,7 @@ from pathlib import Path
 from moe_serve.errors import StartRefused
 from moe_serve.router.faults import ContributionFault
 from moe_serve.rpc.options import RpcLimits, is_loopback
+from moe_serve.telemetry.traces import TraceSettings
 from moe_serve.wire.sockets import WireOptions
 from placement.roles.router_records import RouterRules
 from placement.topology import MoeSpec
@@ -53,6 +54,12 @@ class RouterSettings:
     demand_sub_window_s: float = 0.5
     ledger_entries: int = 0
     """Entries of the combined ledger; 0 = off."""
+    slow_request_s: float = 0.0
+    """Requests that take longer have a line in the log; 0 = none have."""
+    service: str = ""
+    """Name of the service, for its spans."""
+    traces: TraceSettings = field(default_factory=TraceSettings)
+    """Where spans go."""
     fault: ContributionFault | None = None
     wire: WireOptions = field(default_factory=WireOptions)
     """Of the connections to shards."""

@@ -1,7 +1,8 @@
-"""Tables that shards know of and the controller has not brought: fetched over the wire.
+"""Tables that shards know of and the controller has not brought: fetched over the wire;
+and what is said of a table that the role does not take.
 
 Responsible for one fetch at a time, with a deadline. Must never decide whether a table is used (the
-role does). Called by `dispatch` when a reply names a newer table.
+role does). Called by `dispatch`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from moe_serve.errors import MoeServeError
+from moe_serve.errors import InvalidArgument, MoeServeError, StaleTerm
 from moe_serve.ports import ShardChannel
+from placement.roles.router_records import Acceptance
 from placement.routing import RoutingTable
+from placement.topology import MoeSpec
 
 FETCH_TIMEOUT_S = 1.0
 """Longest wait for a table."""
@@ -48,3 +51,17 @@ class TableFetch:
                 table = await channel.fetch_table()
             if table is not None:
                 self._take(table)
+
+
+def check_accepted(accepted: Acceptance, table: RoutingTable, seen: int, spec: MoeSpec) -> None:
+    """What is said to whoever brings a table that the rules do not take. seen: highest term.
+
+    Raises StaleTerm for a term below one seen, InvalidArgument for another model shape.
+    """
+    if accepted is Acceptance.STALE_TERM:
+        raise StaleTerm(f"term {table.term} is over, {seen} was seen", term=seen)
+    if accepted is Acceptance.MISFIT:
+        raise InvalidArgument(
+            f"table of {table.num_layers} x {table.num_experts} experts, this router serves "
+            f"{spec.num_layers} x {spec.num_experts}"
+        )

@@ -14,6 +14,7 @@ side), and by clients.
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import stat
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,7 +24,6 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 import grpc.aio
-import structlog
 
 from moe_serve.errors import MoeServeError, PermissionDenied, StartRefused, Unauthenticated
 from moe_serve.rpc import dispatch_pb2, placement_pb2
@@ -35,7 +35,7 @@ TOKEN_CHARS_MIN = 16
 TOKEN_CHARS_MAX = 512
 _FILE_BYTES_MAX = 16_384
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
-_log = structlog.get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class Role(StrEnum):
@@ -109,7 +109,7 @@ class TokenFile:
             fault = f"token file {self._path.name} cannot be read: {error.strerror}"
         if fault and fault != self.fault:
             # Once a fault: the file is looked at with every call.
-            _log.warning("token file refused, the tokens last read stay live", fault=fault)
+            _log.warning("token file refused, the tokens last read stay live: %s", fault)
         self.fault = fault
 
 
@@ -131,7 +131,7 @@ def method_roles() -> dict[str, Role]:
             roles[f"/{service.full_name}/{method.name}"] = Role.DISPATCH
     for service in placement_pb2.DESCRIPTOR.services_by_name.values():
         for method in service.methods:
-            reads = method.name.startswith(("Get", "Watch", "List"))
+            reads = method.name.startswith(("Get", "Watch", "List", "Explain"))
             roles[f"/{service.full_name}/{method.name}"] = Role.READ if reads else Role.ADMIN
     return roles
 

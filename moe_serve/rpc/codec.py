@@ -64,6 +64,8 @@ class ForwardArrays:
     attempt: int = 0
     row_valid: Mask | None = None
     pair_valid: Mask | None = None
+    traceparent: str = ""
+    tracestate: str = ""
 
 
 def numpy_type(data_type: int) -> np.dtype[Any]:
@@ -200,6 +202,8 @@ def forward_request(arrays: ForwardArrays) -> dispatch_pb2.ForwardRequest:
         attempt=arrays.attempt,
         row_valid=pack_bits(arrays.row_valid),
         pair_valid=pack_bits(arrays.pair_valid),
+        traceparent=arrays.traceparent,
+        tracestate=arrays.tracestate,
     )
 
 
@@ -221,7 +225,7 @@ ROWS_MAX = 1 << 17
 """Most rows of a request."""
 PAIRS_MAX = 1 << 20
 """Most pairs of a request, k of each row."""
-REQUEST_NAMES_BYTES = 1024
+REQUEST_NAMES_BYTES = 2048
 """Room for everything of a request that does not grow with its rows."""
 
 

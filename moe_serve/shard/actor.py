@@ -33,6 +33,7 @@ from moe_serve.shard.assembly import Shard, open_shard
 from moe_serve.shard.executed import LedgerEntry
 from moe_serve.shard.faults import FaultPoints
 from moe_serve.shard.settings import ShardSettings
+from moe_serve.telemetry.sink import actor_lines
 from moe_serve.wire.control_codec import decode_table
 from placement.messages.codec import decode_command, decode_event, encode
 from placement.messages.effects import AbortAdd, CopyExpert, ReleaseSlot, ShardCommand, VerifyExpert
@@ -100,6 +101,7 @@ class ShardActor:
 
     def __init__(self, settings: ShardSettings) -> None:
         self._name = f"shard {settings.rank}.{settings.incarnation}"
+        actor_lines(part=f"shard-{settings.rank}", incarnation=settings.incarnation)
         self._shard: Shard = open_shard(settings)
         self._shard.start()
 

@@ -32,6 +32,7 @@ from moe_serve.shard.slot_pool import SlotPool
 from moe_serve.shard.watch import Watch
 from moe_serve.shard.work_queue import QueueLimits
 from moe_serve.telemetry.fact_log import open_log
+from moe_serve.telemetry.traces import NO_TRACES, Traces, open_traces
 from moe_serve.weights.checkpoint import Checkpoint
 from moe_serve.weights.errors import WeightsError
 from moe_serve.weights.host_cache import HostCache
@@ -62,8 +63,10 @@ class Shard:
         experts: ExpertSource,
         backend: ComputeBackend,
         clock: Callable[[], float] = time.monotonic,
+        traces: Traces = NO_TRACES,
     ) -> None:
         self.settings = settings
+        self._traces = traces
         self.faults = Faults()
         """What a test orders; nothing in production."""
         self.pool = SlotPool(
@@ -103,7 +106,7 @@ class Shard:
             faults=self.faults,
         )
         self.copies = CopyServer(self.core, self.pool, self._bucket())
-        server = ShardServer(self.core, self.copies)
+        server = ShardServer(self.core, self.copies, traces)
         self.wire = WireServer(
             server,
             burst_ended=server.burst_ended,
@@ -144,6 +147,7 @@ class Shard:
         self.copies.stop()
         self.core.stop()
         self._peers.close()
+        self._traces.close()
         if self.core.facts is not None:
             self.core.facts.died()
 
@@ -239,6 +243,8 @@ class Shard:
             "dropped_answers": float(self.wire.dropped_answers),
             "replaced_wire_threads": float(self.wire.replaced_threads),
             "hung_reads": float(self._commands.hung_reads),
+            "copies_s": self._commands.copies_s,
+            "copies_waited_s": self._peers.waited_s,
             "copies_from_ranks": float(
                 sum(n for source, n in tuple(sources.items()) if source.startswith("rank"))
             ),
@@ -310,12 +316,18 @@ def _queue_limits(settings: ShardSettings) -> QueueLimits:
 
 
 def open_shard(settings: ShardSettings) -> Shard:
-    """A shard over the checkpoint on this node, ready for `start`. Raises WeightsError,
-    ValueError."""
+    """A shard over the checkpoint on this node, ready for `start`. Raises WeightsError, ValueError,
+    StartRefused."""
     checkpoint = Checkpoint.open(settings.checkpoint, settings.model_name)
     manifest = load_or_build(checkpoint, settings.dtype, settings.manifest_dir)
     model = served_model(checkpoint, manifest, settings.weights_version)
     backend = build_backend(
         settings.backend, model.expert, device=settings.device, profile=settings.profile
     )
-    return Shard(settings, model, CheckpointSource(checkpoint, manifest), backend)
+    traces = open_traces(
+        settings.traces,
+        service=settings.service,
+        part=f"shard-{settings.rank}",
+        node=settings.node,
+    )
+    return Shard(settings, model, CheckpointSource(checkpoint, manifest), backend, traces=traces)

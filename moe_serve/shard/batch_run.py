@@ -95,7 +95,13 @@ class BatchRun:
             self._failures_in_a_row += 1
             self._tally.counts.add("compute_failures")
             names = sorted({one.work.call.request_id or "unnamed" for one in admitted})
-            _log.exception("rank %d: a batch failed, of requests %s", self._rank, names[:NAMED_MAX])
+            named = names[:NAMED_MAX]
+            _log.exception(
+                "rank %d: a batch failed, of requests %s",
+                self._rank,
+                named,
+                extra={"request_id": named[0], "request_ids": named},
+            )
             return [Unavailable(f"compute failed: {type(error).__name__}")] * len(admitted)
         finally:
             self._tally.stall.ended()

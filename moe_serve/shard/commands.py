@@ -91,6 +91,8 @@ class ShardCommands:
         """Copies given up whose threads may still hang."""
         self.copies_by_source: Counter[str] = Counter()
         """Copies that succeeded, by where their bytes came from."""
+        self.copies_s = 0.0
+        """Seconds that these took."""
         self._loaded: set[int] = set()
         """Slots that the backend holds."""
         self._leaving: set[int] = set()
@@ -224,6 +226,7 @@ class ShardCommands:
                     answers = self._slots.copy_failed(slot, tag, outcome.code, outcome.detail)
                 else:
                     self.copies_by_source[outcome.source] += 1
+                    self.copies_s += outcome.seconds
                     size = self._core.model.expert.canonical_bytes
                     answers = self._slots.copied(slot, tag, size, outcome.seconds)
                 self._deliver(answers)

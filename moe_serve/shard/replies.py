@@ -50,6 +50,7 @@ class Replies:
         """The reply with `partial` [served rows, H], of a batch that was taken at `now_s`."""
         call = one.work.call
         table = self._slots.table
+        rest_s = self._clock() - now_s - compute_s
         return SubReply(
             call_id=call.call_id,
             sub_id=call.sub_id,
@@ -63,6 +64,7 @@ class Replies:
             queue_s=max(0.0, now_s - one.work.arrived_s),
             compute_s=compute_s,
             detail=one.detail,
+            rest_s=max(0.0, rest_s),
         )
 
     def refusal(self, work: Work, detail: str) -> SubReply:

@@ -1,6 +1,7 @@
 """What a shard answers on the wire: sub-calls, tables, copies.
 
-Responsible for handing each message to the part it concerns and its answer back. It runs on the
+Responsible for handing each message to the part it concerns and its answer back, and for the span
+of a sub-call that comes with a trace. It runs on the
 wire thread and must never block; that thread only computes as little as `ShardCore.serve_waiting`
 allows. Made by `assembly`; called by `WireServer`.
 """
@@ -13,6 +14,9 @@ from moe_serve.errors import InvalidArgument, MoeServeError
 from moe_serve.ports import SubCall, SubReply
 from moe_serve.shard.copy_server import CopyServer
 from moe_serve.shard.core import ShardCore
+from moe_serve.shard.spans import SubCallSpans
+from moe_serve.shard.work_queue import ReplyTo
+from moe_serve.telemetry.traces import NO_TRACES, Traces
 from moe_serve.wire.frame import Kind
 from moe_serve.wire.server import Reply
 from moe_serve.wire.wire_messages import (
@@ -46,9 +50,10 @@ def _or_error(
 class ShardServer:
     """The handler of a shard's WireServer."""
 
-    def __init__(self, core: ShardCore, copies: CopyServer) -> None:
+    def __init__(self, core: ShardCore, copies: CopyServer, traces: Traces = NO_TRACES) -> None:
         self._core = core
         self._copies = copies
+        self._spans = SubCallSpans(traces, core.slots, core.clock) if traces.on else None
 
     def __call__(self, message: WireMessage, reply: Reply) -> None:
         """Answer `message` through `reply`, now or later."""
@@ -83,4 +88,7 @@ class ShardServer:
             else:
                 reply(result)
 
-        self._core.enqueue(call, call.rows.nbytes + _PAIR_BYTES * len(call.pair_row), answer)
+        told: ReplyTo = answer
+        if self._spans is not None and call.trace:
+            told = self._spans.of(call, answer)
+        self._core.enqueue(call, call.rows.nbytes + _PAIR_BYTES * len(call.pair_row), told)

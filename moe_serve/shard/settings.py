@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from moe_serve.shard.compute.build import BackendName
 from moe_serve.shard.faults import FaultPoints
 from moe_serve.shard.work_queue import QueueLimits
+from moe_serve.telemetry.traces import TraceSettings
 from moe_serve.weights.dtypes import ServingDtype
 from moe_serve.wire.security import CurveKeys
 from moe_serve.wire.sockets import WireOptions
@@ -76,6 +77,10 @@ class ShardSettings:
     """Bytes of that cache; 0 = none."""
     ledger_rows_max: int = 0
     """Executed contributions kept for a check from outside; 0 = none."""
+    service: str = ""
+    """Name of the service, for its spans."""
+    traces: TraceSettings = field(default_factory=TraceSettings)
+    """Where spans go."""
     faults: FaultPoints = field(default_factory=FaultPoints)
     """Faults that a test orders."""
     history_dir: str = ""

@@ -6,15 +6,10 @@ decision records and figures. Called by controller and router.
 
 from moe_serve.telemetry.audit import AuditLog, audit_file
 from moe_serve.telemetry.logs import Level, LogFile, make_logger
-from moe_serve.telemetry.metrics import (
-    METRICS,
-    Kind,
-    MemorySink,
-    Metrics,
-    MetricSink,
-    MetricSpec,
-    NullSink,
-)
+from moe_serve.telemetry.metrics import Metrics
+from moe_serve.telemetry.registry import METRICS
+from moe_serve.telemetry.sinks import MemorySink, MetricSink, NullSink, TeeSink
+from moe_serve.telemetry.spec import Kind, MetricSpec
 
 __all__ = [
     "METRICS",
@@ -27,6 +22,7 @@ __all__ = [
     "MetricSpec",
     "Metrics",
     "NullSink",
+    "TeeSink",
     "audit_file",
     "make_logger",
 ]

@@ -30,10 +30,11 @@ class AuditLog:
         open_sink: Callable[[], LogSink] | None = None,
         *,
         part: str,
+        node: str = "",
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._open_sink = open_sink
-        self._part = part
+        self._part, self._node = part, node
         self._sink: LogSink | None = None
         self._now_s = now_s
         self._second = -1
@@ -73,11 +74,11 @@ class AuditLog:
         try:
             if self._sink is None and self._open_sink is not None:
                 self._sink = self._open_sink()
-            make_logger(self._sink, part=self._part).info(event, **fields)
+            make_logger(self._sink, part=self._part, node=self._node).info(event, **fields)
             if self._sink is not None:
                 self._sink.flush()
         except OSError as error:  # a full disk must neither end a call nor lose the line
-            log = make_logger(part=self._part)
+            log = make_logger(part=self._part, node=self._node)
             log.warning(event, **fields, audit_file=str(error.strerror))
 
 

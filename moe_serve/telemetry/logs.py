@@ -1,6 +1,7 @@
 """Structured logs: one JSON object a line, to stderr or to a file that is bounded.
 
-A line has `at` (UTC), `level`, `event`, the fields bound to the logger (service, part, term ...)
+Lines of all parts have the same keys, in this order and where they are known: `ts` (UTC), `level`,
+`event`, `part`, `node`, `term`, `epoch`, `request_id`; then the other fields bound to the logger
 and those of the call. Responsible for the form; `scrub` decides what of a value may be written.
 Holds no global logger: whoever composes a part makes one and hands it on. Called by part actors
 and CLI.
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
 
@@ -21,7 +22,13 @@ from moe_serve.telemetry.scrub import scrub
 FILE_BYTES_MAX = 16 << 20
 FILES_KEPT = 3
 """A full file becomes `NAME.1`, that one `NAME.2`; older ones go."""
-_OWN_FIELDS = frozenset({"at", "level", "event"})
+FIRST_FIELDS: Final = ("ts", "level", "event", "part", "node", "term", "epoch", "request_id")
+"""Of every line, in this order, where they are known."""
+
+
+NODE_LABEL: Final = "moe.node"
+"""Optional label of a node with its name for people; else the first characters of its Ray id are
+its name."""
 
 
 class Level(IntEnum):
@@ -102,7 +109,7 @@ def make_logger(
         structlog.WriteLogger(sys.stderr if sink is None else sink),  # type: ignore[arg-type]
         processors=[
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True, key="at"),
+            structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
             _name_exception,
             _scrub_all,
             structlog.processors.JSONRenderer(),
@@ -128,6 +135,5 @@ def _name_exception(
 
 
 def _scrub_all(_logger: Any, _method: str, entry: MutableMapping[str, Any]) -> Mapping[str, Any]:
-    first = {name: scrub("", entry[name]) for name in ("at", "level", "event") if name in entry}
-    rest = {name: scrub(name, value) for name, value in entry.items() if name not in _OWN_FIELDS}
-    return {**first, **rest}
+    first = {name: scrub("", entry.pop(name)) for name in FIRST_FIELDS if name in entry}
+    return {**first, **{name: scrub(name, value) for name, value in entry.items()}}

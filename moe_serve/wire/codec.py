@@ -6,10 +6,11 @@ from outside. Called by channel, server and copy client.
 
 Decoded arrays are read-only views of the received frames and keep them alive.
 
-FORWARD: header + router name + request id | index block | rows. The index block holds pair_tag
-int64 [P], then pair_gate float32 [P], pair_row, pair_slot, pair_k, pair_expert int32 [P] each, then
-row_id int32 [R]: 28 bytes a pair and 4 a row.
-REPLY: header + detail | row_status uint8 [R] | partial [served, H].
+FORWARD: header + router name + request id (`_named`) | index block | rows. The index block holds
+pair_tag int64 [P], then pair_gate float32 [P], pair_row, pair_slot, pair_k, pair_expert int32 [P]
+each, then row_id int32 [R]: 28 bytes a pair and 4 a row.
+REPLY: header + detail | row_status uint8 [R] | partial [served, H]. Its one byte of padding, which
+earlier releases send as 0 and never read, holds rest_s (`byte_seconds`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 from moe_serve.ports import Cause, DType, RowStatus, SubCall, SubReply
 from moe_serve.wire import control_codec
+from moe_serve.wire.byte_seconds import SECONDS_OF, byte_of
 from moe_serve.wire.frame import (
     DETAIL_BYTES_MAX,
     HEADER_BYTES_MAX,
@@ -53,9 +55,9 @@ from placement.topology import NUM_PHASES
 _FORWARD: Final = struct.Struct("<qqqqdiBBBBHIII")
 """request_key, incarnation, term, epoch, timeout_s, layer, phase, cause, dtype, name bytes, id
 bytes, hidden, rows, pairs."""
-_REPLY: Final = struct.Struct("<qqqdqddBxHIII")
-"""incarnation, term, epoch, backlog_s, backlog_seq, queue_s, compute_s, dtype, detail bytes,
-hidden, rows, served."""
+_REPLY: Final = struct.Struct("<qqqdqddBBHIII")
+"""incarnation, term, epoch, backlog_s, backlog_seq, queue_s, compute_s, dtype, rest byte, detail
+bytes, hidden, rows, served."""
 _PAIR_BYTES: Final = 28
 _ROW_BYTES: Final = 4
 _BLOCKS: Final = (
@@ -69,6 +71,8 @@ _BLOCKS: Final = (
 )
 """Arrays of the index block, in order."""
 _CAUSES: Final = tuple(Cause)
+_TRACE_MARK: Final = "\x1f"
+"""Stands between request id and trace context."""
 _INFINITE: Final = float("inf")
 _INT32: Final = np.dtype(np.int32)
 _INT64: Final = np.dtype(np.int64)
@@ -117,7 +121,7 @@ def encode_forward(call: SubCall) -> list[Buffer]:
     name_bytes = call.router.encode()
     if len(name_bytes) > NAME_BYTES_MAX:
         raise invalid("router", f"must have at most {NAME_BYTES_MAX} bytes (got {len(name_bytes)})")
-    id_bytes = call.request_id.encode()
+    id_bytes = _named(call).encode()
     if len(id_bytes) > REQUEST_ID_BYTES_MAX:
         limit = REQUEST_ID_BYTES_MAX
         raise invalid("request_id", f"must have at most {limit} bytes (got {len(id_bytes)})")
@@ -164,6 +168,7 @@ def encode_reply(reply: SubReply) -> list[Buffer]:
         reply.queue_s,
         reply.compute_s,
         int(_DTYPE_OF[reply.partial.dtype]),
+        byte_of(reply.rest_s),
         len(detail),
         hidden,
         len(reply.row_status),
@@ -189,6 +194,18 @@ def decode(frames: Frames, message_bytes_max: int = MESSAGE_BYTES_MAX) -> WireMe
     return _DECODERS[kind](frames, call_id, sub_id)
 
 
+def _named(call: SubCall) -> str:
+    """Request id, and behind it the trace context of the few requests that have one: a shard of an
+    earlier release takes both for the id, which it only writes into its log."""
+    name = call.request_id
+    if _TRACE_MARK in name:  # a caller's; what follows it must not be taken for a context
+        name = name.replace(_TRACE_MARK, " ")
+    if not call.trace:
+        return name
+    both = f"{name}{_TRACE_MARK}{call.trace}"
+    return both if len(both.encode()) <= REQUEST_ID_BYTES_MAX else name
+
+
 def _dtype(code: int) -> DType:
     dtype = _DTYPE_OF_CODE.get(code)
     if dtype is None:
@@ -212,7 +229,8 @@ def _decode_forward(frames: Frames, call_id: int, sub_id: int) -> SubCall:
     if layer < 0:
         raise invalid("layer", f"must be at least 0 (got {layer})")
     router = read_text(rest[:name_bytes], name_bytes, NAME_BYTES_MAX, "router")
-    request_id = read_text(rest[name_bytes:], id_bytes, REQUEST_ID_BYTES_MAX, "request_id")
+    named = read_text(rest[name_bytes:], id_bytes, REQUEST_ID_BYTES_MAX, "request_id")
+    request_id, _, trace = named.partition(_TRACE_MARK)
     check_bytes(frames[1], num_pairs * _PAIR_BYTES + num_rows * _ROW_BYTES, "index")
     check_bytes(frames[2], num_rows * hidden * dtype.itemsize, "rows")
     # One view of all that has four bytes: its pieces are then slices, not views of their own.
@@ -241,19 +259,20 @@ def _decode_forward(frames: Frames, call_id: int, sub_id: int) -> SubCall:
         pair_k=k,
         pair_expert=expert,
         request_id=request_id,
+        trace=trace,
     )
 
 
 def _decode_reply(frames: Frames, call_id: int, sub_id: int) -> SubReply:
-    values, rest = read_header(frames, _REPLY, 3)
+    values, text = read_header(frames, _REPLY, 3)
     incarnation, term, epoch, backlog_s, backlog_seq, queue_s, compute_s = values[:7]
-    dtype, (detail_bytes, hidden, num_rows, served) = _dtype(values[7]), values[8:]
+    dtype, (rest_byte, detail_bytes, hidden, num_rows, served) = _dtype(values[7]), values[8:]
     check_count("hidden", hidden, HIDDEN_MAX)
     check_count("rows", num_rows, ROWS_MAX)
     for name, seconds in (("backlog_s", backlog_s), ("queue_s", queue_s), ("compute_s", compute_s)):
         if not 0.0 <= seconds < _INFINITE:
             raise invalid(name, f"must be finite and at least 0 (got {seconds})")
-    detail = read_text(rest, detail_bytes, DETAIL_BYTES_MAX, "detail")
+    detail = read_text(text, detail_bytes, DETAIL_BYTES_MAX, "detail")
     check_bytes(frames[1], num_rows, "row_status")
     check_bytes(frames[2], served * hidden * dtype.itemsize, "partial")
     status = view(frames[1], _UINT8, 0, num_rows)
@@ -276,6 +295,7 @@ def _decode_reply(frames: Frames, call_id: int, sub_id: int) -> SubReply:
         queue_s=queue_s,
         compute_s=compute_s,
         detail=detail,
+        rest_s=SECONDS_OF[rest_byte],
     )
 
 

@@ -75,6 +75,8 @@ class CopyClient:
     ) -> None:
         self._bucket = bucket
         self._bucket_lock = threading.Lock()
+        self.waited_s = 0.0
+        """Seconds that copies were held back by the bucket, since the start."""
         self._keys = keys
         self._options = options or WireOptions()
         self._clock = clock
@@ -111,7 +113,9 @@ class CopyClient:
         the wait is too long)."""
         with self._bucket_lock:
             wait_s = self._bucket.take(num_bytes, self._clock())
-        if self._clock() + wait_s > deadline_s:
+            too_late = self._clock() + wait_s > deadline_s
+            self.waited_s += 0.0 if too_late else wait_s
+        if too_late:
             raise DeadlineExceeded(
                 f"the copy limit of this shard makes the copy wait {wait_s:.2f} s more, "
                 "past its deadline"

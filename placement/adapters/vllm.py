@@ -1,4 +1,4 @@
-"""The planner behind vLLM's EPLB policy interface.
+"""The planner behind vLLM's EPLB policy interface, and a placement as vLLM maps it.
 
 Responsible for the two forms that `vllm.distributed.eplb.policy` has had: `rebalance_experts`
 returns the physical-to-logical map alone (`EplbPolicy`), and, in older versions, three maps
@@ -16,16 +16,54 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
+import msgspec
+import numpy as np
+
+from placement.adapters.counts import check_cells, check_sizes
 from placement.eplb import EplbError, Split, inverse
 from placement.eplb.arguments import check
 from placement.eplb.plan import plan
 from placement.eplb.tensors import IntArray, TensorLike, in_kind_of, summed, to_float, to_int
 
+MAP: Final = "physical_to_logical_map"
 LIVE: Final = "old_global_expert_indices"
 NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {"current": LIVE, "history": "weight", "num_gpus": "num_ranks"}
 )
 """What an argument is called here and in vLLM."""
+
+
+def expert_map_json(physical_to_logical: object) -> str:
+    """The map as JSON, a list of slots a layer: the array that `EplbPolicy` is given as live, and
+    what vLLM's proposed option for an initial map reads. No released version reads a file.
+
+    >>> expert_map_json([[0, 1, 0, 2]])
+    '[[0,1,0,2]]'
+    """
+    return msgspec.json.encode(to_int("physical_to_logical", physical_to_logical).tolist()).decode()
+
+
+def read_expert_map(found: object, *, num_layers: int) -> IntArray:
+    """Rows [layers, slots] of a loaded map: a list of layers, one list for all `num_layers` of
+    them, or a mapping that holds either as `physical_to_logical_map`, as vLLM calls it. -1 is a
+    slot that holds nothing.
+
+    Raises EplbError for a mapping without that key; what rows hold is checked by `maps.rows_of`.
+    """
+    if isinstance(found, Mapping):
+        if MAP not in found:
+            raise EplbError(
+                "the file",
+                f"has no {MAP} (it has {', '.join(sorted(map(str, found)))[:200] or 'nothing'})",
+                "pass a map of slots, a list a layer",
+            )
+        found = found[MAP]
+    check_cells(MAP, found)
+    rows = to_int(MAP, found)
+    if rows.ndim == 1:
+        check_sizes(MAP, layers=num_layers, experts=max(1, len(rows)))
+        rows = np.broadcast_to(rows, (num_layers, len(rows)))
+    return rows
 
 
 class EplbPolicy:

@@ -36,6 +36,8 @@ ASKS_MAX = 8
 SLOTS_PER_EXPERT_MAX = 4
 """Slots a rank may be given for each expert of all layers. One is of use, and staging; a slip of
 the finger must not make a shard build a ledger that it cannot hold."""
+MAY_BE_UNDONE = "automatic plans run, and may move things away from it again: pause them to keep it"
+"""Of a placement that an operator gave: no policy chose it."""
 _WHY_EMPTY = MappingProxyType(
     {
         DrainCause.NODE: "its node is being drained; it may hold replicas again once that is over",
@@ -290,7 +292,12 @@ def plan_asked(turn: Turn, event: PlanAsked) -> None:
         answer(turn, event.request_id, "refused", "nothing is served yet; wait until it is ready")
         return
     turn.state.asks.append(
-        PlanAsk(request_id=event.request_id, policy=event.policy, max_moves=event.max_moves)
+        PlanAsk(
+            request_id=event.request_id,
+            policy=event.policy,
+            max_moves=event.max_moves,
+            target=event.target,
+        )
     )
 
 
@@ -326,10 +333,7 @@ def apply_asked(turn: Turn, event: ApplyAsked) -> None:
         return
     cancel_run(turn, f"plan {event.plan_id} is applied")
     turn.state.apply_next = stored
-    answer(
-        turn,
-        event.request_id,
-        "ok",
-        f"{len(stored.plan.moves)} moves are started",
-        plan_id=event.plan_id,
-    )
+    said = f"{len(stored.plan.moves)} moves are started"
+    if stored.given and not turn.state.paused:
+        said = f"{said}; {MAY_BE_UNDONE}"
+    answer(turn, event.request_id, "ok", said, plan_id=event.plan_id)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from placement.engine.outlook import expected_balance
-from placement.engine.runs import start_run, terms_of
+from placement.engine.runs import left_out, start_run, terms_of
 from placement.engine.shift import shift_seen
 from placement.engine.state import Candidate
 from placement.engine.turn import Turn
@@ -84,17 +84,29 @@ def decide(turn: Turn, plan: Plan, slots: IntArray, planned: Sequence[int]) -> N
     _rest(turn, plan, planned, refused)
     _keep(turn, slots, refused)
     numbers = _numbers(started or refused, started, refused, planned) | shift.numbers
-    detail = "; ".join(words for words in (_refusals(refused), shift.words) if words)
+    waiting = _refusals(refused)
+    detail = "; ".join(words for words in (*waiting.values(), shift.words) if words)
+    looked_at = [f"{verdict}: {words}" for verdict, words in waiting.items()]
     if not started or state.paused:
         rule = "paused" if started else _main_reason(refused)
-        turn.record(rule, "kept", detail or _QUIET[rule], numbers=_plan_numbers(plan) | numbers)
+        if started:
+            looked_at.insert(0, f"{started[0].verdict}: {_QUIET[rule]}")
+        turn.record(
+            rule,
+            "kept",
+            detail or _QUIET[rule],
+            numbers=_plan_numbers(plan) | numbers,
+            refused=[*looked_at, *left_out(plan)],
+        )
         return
     part = part_of(plan, go)
     if part is not plan:
         prove(layout, part.steps, slot_limit=limit, staging_slots=config.staging_slots)
     said = {w.verdict for w in started}
     rule = next(v for v in _STARTS if v in said)
-    start_run(turn, part, "auto", rule=rule.value, detail=detail, numbers=numbers)
+    start_run(
+        turn, part, "auto", rule=rule.value, detail=detail, numbers=numbers, refused=looked_at
+    )
 
 
 def _rest(turn: Turn, plan: Plan, planned: Sequence[int], refused: Sequence[Weighed]) -> None:
@@ -166,9 +178,9 @@ def _main_reason(refused: Sequence[Weighed]) -> str:
     return next((v.value for v in _WHY if v in said), "nothing_better")
 
 
-def _refusals(refused: Sequence[Weighed]) -> str:
-    """What was weighed and not started, by reason."""
-    words = []
+def _refusals(refused: Sequence[Weighed]) -> dict[str, str]:
+    """What was weighed and not started, in words, by the verdict that refused it."""
+    found = {}
     for verdict, why in _WHY.items():
         parts = [w for w in refused if w.verdict is verdict]
         if not parts:
@@ -176,8 +188,8 @@ def _refusals(refused: Sequence[Weighed]) -> str:
         layers = sorted(layer for w in parts for layer in w.layers)
         gain, cost = sum(w.gain_s_per_s for w in parts), sum(w.cost_s for w in parts)
         regret, threshold = sum(w.regret_s for w in parts), sum(w.threshold_s for w in parts)
-        words.append(
+        found[verdict.value] = (
             f"{layers_in_words(layers)} not moved: {why} (gain {gain:.3g} s/s, cost {cost:.3g} s, "
             f"regret {regret:.3g} of {threshold:.3g} s)"
         )
-    return "; ".join(words)
+    return found

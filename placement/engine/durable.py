@@ -9,16 +9,22 @@ out: whoever drives the engine does both.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
+import msgspec
+
 from placement.engine.engine import RebalanceEngine
 from placement.engine.state import NEVER_S
 from placement.messages.effects import (
     AnyCommand,
     Effects,
     EndRank,
+    PublishTable,
     ReleaseSlot,
     ReplaceRank,
     ShardCommand,
 )
+from placement.migration import AddState
 
 RELEASE_WAITS = 2
 """Drain waits after which slots are freed, and emptied shards ended, again once there is room: the
@@ -61,10 +67,27 @@ class Durability:
         self._since_snapshot += len(effects.transitions)
 
     def must_wait(self, effects: Effects) -> bool:
-        """Whether these may follow from something that is not written yet. A table may leave: it
-        follows from nothing that must be remembered."""
+        """Whether these may follow from something that is not written yet. A table may leave, as
+        far as `leaving` says."""
         return bool(self._withheld) and (
             bool(effects.transitions) or any(isinstance(c, ShardCommand) for c in effects.commands)
+        )
+
+    def leaving(self, effects: Effects) -> Effects:
+        """These without the tables that list what is not written yet, which are withheld: the next
+        controller would not know of the listing, and free the slot under its readers."""
+        listed = {
+            (t.rank, t.slot, t.slot_tag)
+            for waiting in self._withheld
+            for t in waiting.transitions
+            if t.after == AddState.LISTED
+        }
+        held = [c for c in effects.commands if listed and _lists(c, listed)]
+        if not held:
+            return effects
+        self.withhold(Effects(commands=tuple(held)))
+        return msgspec.structs.replace(
+            effects, commands=tuple(c for c in effects.commands if c not in held)
         )
 
     def withhold(self, effects: Effects) -> None:
@@ -101,6 +124,15 @@ class Durability:
             return ()
         due, self._ends = tuple(self._ends), []
         return due
+
+
+def _lists(command: AnyCommand, replicas: Container[tuple[int, int, int]]) -> bool:
+    """Whether it is a table that lists one of these (rank, slot, tag)."""
+    if not isinstance(command, PublishTable):
+        return False
+    table = command.table
+    columns = table.replica_rank, table.replica_slot, table.replica_tag
+    return any(one in replicas for one in zip(*(c.tolist() for c in columns), strict=True))
 
 
 def _ends_a_shard(command: AnyCommand) -> bool:

@@ -98,7 +98,12 @@ def _asked(turn: Turn) -> bool:
     if state.asks and not turn.layout().missing():
         ask = state.asks.pop(0)
         ask_target(
-            turn, "asked", asked_by=ask.request_id, policy=ask.policy, max_moves=ask.max_moves
+            turn,
+            "asked",
+            asked_by=ask.request_id,
+            policy=ask.policy,
+            max_moves=ask.max_moves,
+            target=ask.target,
         )
         return True
     return False
@@ -250,9 +255,10 @@ def ask_target(
     policy: str = "",
     max_moves: int = -1,
     layers: tuple[int, ...] | None = None,
+    target: tuple[tuple[int, ...], ...] = (),
 ) -> None:
     """Ask for a target. Automatic and asked plans have a budget of moves; what must be done has
-    none beyond itself. layers: those out of balance, None = all."""
+    none beyond itself. layers: those out of balance, None = all. target: what an operator wants."""
     state, config = turn.state, turn.config
     assert state.outstanding is None, "a target is already outstanding"
     request_id = state.next_request_id
@@ -267,6 +273,7 @@ def ask_target(
         policy=policy,
         max_moves=max_moves,
         layers=layers or (),
+        target=target,
     )
     limits: dict[str, int | None] = {
         "max_moves": config.max_moves,
@@ -307,6 +314,7 @@ def ask_target(
             policy=policy or _configured_policy(turn, request),
             input=request,
             deadline_s=deadline_s,
+            target=target,
         )
     )
 
@@ -346,5 +354,6 @@ def ask_again(turn: Turn, outstanding: Outstanding) -> None:
             request_id=outstanding.asked_by,
             policy=outstanding.policy,
             max_moves=outstanding.max_moves,
+            target=outstanding.target,
         )
         turn.state.asks.insert(0, ask)

@@ -7,7 +7,7 @@ supervise and by whatever decides that a plan shall run (needs, target, admin).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -74,9 +74,11 @@ def start_run(
     detail: str = "",
     numbers: dict[str, float] | None = None,
     plan_id: str = "",
+    refused: Sequence[str] = (),
 ) -> PlanRun:
     """Make the plan the running one. Nothing else may run. `plan_id`: the id it is already known
-    by. detail, numbers: what the rule saw, beside the plan's own figures."""
+    by. detail, numbers: what the rule saw, beside the plan's own figures. refused: what else was
+    looked at, as in a record; what the plan itself leaves out is added to it."""
     assert turn.state.run is None, "a plan is already running"
     plan = renumbered(turn, plan)
     plan_id = plan_id or f"{turn.state.epoch}-{short_hash(plan)}"
@@ -111,11 +113,17 @@ def start_run(
         | (numbers or {}),
         expected_gain_s_per_s=plan.gain_s_per_s,
         copy_bytes=plan.copy_bytes,
+        refused=[*refused, *left_out(plan)],
     )
     if cause not in QUIET_CAUSES:
         for move in plan.moves:
             _record_move(turn, run, move, "started", move.reason)
     return run
+
+
+def left_out(plan: Plan) -> list[str]:
+    """What its target wanted and the plan cannot do, as a record names it."""
+    return [f"move_refused: {why}" for why in plan.refused]
 
 
 def _record_move(turn: Turn, run: PlanRun, move: Move, outcome: str, detail: str) -> None:

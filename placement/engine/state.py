@@ -223,7 +223,7 @@ class SourceFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 class Outstanding(msgspec.Struct, kw_only=True):
     """The one ComputeTarget without an answer. `asked_by` >= 0: the operator's request it is
-    for. `layers`: the layers it names."""
+    for. `layers`: the layers it names. `target`: the placement that was asked for, () = none."""
 
     request_id: int
     revision: int
@@ -233,17 +233,20 @@ class Outstanding(msgspec.Struct, kw_only=True):
     policy: str = ""
     max_moves: int = -1
     layers: tuple[int, ...] = ()
+    target: tuple[tuple[int, ...], ...] = ()
 
 
 class StoredPlan(msgspec.Struct, kw_only=True):
     """A computed plan that may be applied: with the (rank, slot) -> key and key -> ranks it was
-    computed on. `begun`: it has been applied."""
+    computed on. `begun`: it has been applied. `given`: it leads to a placement that was asked for,
+    not to what a policy wants."""
 
     plan_id: str
     plan: Plan
     slots: list[tuple[int, int, int]]
     hosts: list[tuple[int, list[int]]]
     begun: bool = False
+    given: bool = False
 
 
 class PlanAsk(msgspec.Struct, kw_only=True):
@@ -252,6 +255,7 @@ class PlanAsk(msgspec.Struct, kw_only=True):
     request_id: int
     policy: str
     max_moves: int
+    target: tuple[tuple[int, ...], ...] = ()
 
 
 class Realised(msgspec.Struct, kw_only=True):

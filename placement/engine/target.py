@@ -1,4 +1,5 @@
-"""`compute_target`: the policy and the planner, run away from the loop on the data of one command.
+"""`compute_target`: the policy, or what an operator wants, and the planner, run away from the loop
+on the data of one command.
 
 Responsible for turning a ComputeTarget into its answer; a pure function, so that a replay may
 compute it again. Called by the drivers (a thread of the controller, the simulator, replay).
@@ -9,7 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from placement.config import RebalanceConfig
-from placement.layout import LayoutError
+from placement.engine.wanted import wanted_layout
+from placement.layout import ExpertLayout, LayoutError
 from placement.messages.effects import ComputeTarget
 from placement.messages.events import TargetComputed, TargetFailed
 from placement.planner import ALL_AT_ONCE, PlannerError, WaveConfig, fit, make_plan
@@ -32,19 +34,20 @@ def compute_target(
     """Answer to the command; `at_s` is 0 and restamped by the driver.
 
     TargetFailed where the input admits no layout, with what is short. A policy sees a layout that
-    already fits the
-    topology: replicas on draining ranks and above smaller budgets are gone from it, last replicas
-    as experts to repair.
+    already fits the topology: replicas on draining ranks and above smaller budgets are gone from
+    it, last replicas as experts to repair. No policy is asked where the command says what each rank
+    is to hold.
     """
-    request = command.input
+    request, given = command.input, bool(command.target)
     try:
-        fitted = fit(
-            request.layout,
-            request.topology,
-            mean_demand(request),
-            staging_slots=request.staging_slots,
-        )
-        target = propose(command.policy, msgspec.structs.replace(request, layout=fitted))
+        notes: tuple[str, ...] = ()
+        if given:
+            wanted = wanted_layout(command.target, request)
+            target, notes = wanted.layout, wanted.notes
+            # The planner keeps the floor while it moves, as far as the placement has it.
+            request = msgspec.structs.replace(request, floor=wanted.floor)
+        else:
+            target = _proposed(command)
         waves = WaveConfig(
             adds_per_rank=ALL_AT_ONCE if command.cause == "initial" else config.wave_adds_per_rank,
             copies_from_rank=(
@@ -52,9 +55,8 @@ def compute_target(
             ),
             evict_first=command.cause == "budget",
         )
-        plan = make_plan(
-            request.layout, target, request, waves, reason=_REASONS.get(command.cause, "")
-        )
+        reason = "as asked for" if given else _REASONS.get(command.cause, "")
+        plan = make_plan(request.layout, target, request, waves, reason=reason)
     except (PolicyError, PlannerError, LayoutError) as error:
         return TargetFailed(at_s=0.0, request_id=command.request_id, reason=str(error))
     return TargetComputed(
@@ -63,5 +65,17 @@ def compute_target(
         layout_revision=command.layout_revision,
         slots=target.slots,
         plan=plan,
-        notes=plan.refused[:8],
+        notes=notes if given else plan.refused[:8],
     )
+
+
+def _proposed(command: ComputeTarget) -> ExpertLayout:
+    """What the policy makes of the layout that is left when every rank holds only what it may."""
+    request = command.input
+    fitted = fit(
+        request.layout,
+        request.topology,
+        mean_demand(request),
+        staging_slots=request.staging_slots,
+    )
+    return propose(command.policy, msgspec.structs.replace(request, layout=fitted))

@@ -24,7 +24,7 @@ from placement.engine.outlook import (
     saving_by_layer,
     take_window,
 )
-from placement.engine.runs import back_off, start_run, terms_of
+from placement.engine.runs import back_off, left_out, start_run, terms_of
 from placement.engine.shift import ShiftSeen, shift_seen
 from placement.engine.state import Outstanding, StoredPlan, short_hash
 from placement.engine.turn import Turn
@@ -56,7 +56,8 @@ def window_closed(turn: Turn, event: WindowClosed) -> None:
     why_not = _why_not(turn)
     if why_not is not None:
         rule, detail = why_not
-        turn.record(rule, "kept", detail, numbers={"regret_s": float(state.gate.regret_s.sum())})
+        regret = {"regret_s": float(state.gate.regret_s.sum())}
+        turn.record(rule, "kept", detail, numbers=regret, refused=[f"plan: {detail}"])
         return
     balance = expected_balance(turn)
     shift = shift_seen(turn)
@@ -103,9 +104,15 @@ def _decide_window(turn: Turn, balance: FloatArray, shift: ShiftSeen, layers: Bo
             + f"looked at again at {until_s:.1f} s or after a shift"
         )
         rule = "nothing_better" if vain else "cooldown"
-        turn.record(rule, "kept", _with(detail, shift), numbers=numbers)
+        refused = [f"plan: {detail}"]
+        turn.record(rule, "kept", _with(detail, shift), numbers=numbers, refused=refused)
     else:
-        turn.record("in_balance", "kept", _with("", shift), numbers=numbers)
+        enough = turn.config.balance_enough
+        refused = [
+            f"plan: no layer is out of balance; the lowest, layer {worst}, is at "
+            f"{balance[worst]:.3f} and {enough:g} is enough"
+        ]
+        turn.record("in_balance", "kept", _with("", shift), numbers=numbers, refused=refused)
 
 
 def _with(detail: str, shift: ShiftSeen) -> str:
@@ -196,7 +203,7 @@ def target_computed(turn: Turn, event: TargetComputed) -> None:
     for refused in event.plan.refused[:8]:
         turn.record("move_refused", "refused", refused)
     if outstanding.cause == "asked":
-        _store(turn, outstanding, event.plan)
+        _store(turn, outstanding, event)
     elif outstanding.cause == "auto":
         decide(turn, event.plan, event.slots, outstanding.layers)
     elif event.plan.moves:
@@ -219,8 +226,9 @@ def _check(turn: Turn, plan: Plan) -> None:
         raise AssertionError(f"plan does not belong to this layout: {error}") from error
 
 
-def _store(turn: Turn, outstanding: Outstanding, plan: Plan) -> None:
-    state, layout = turn.state, turn.layout()
+def _store(turn: Turn, outstanding: Outstanding, event: TargetComputed) -> None:
+    state, layout, plan = turn.state, turn.layout(), event.plan
+    given = bool(outstanding.target)
     plan_id = f"{state.epoch}-{short_hash(plan)}"
     touched = sorted({s.slot for s in plan.steps})
     experts = sorted({(s.layer, s.expert) for s in plan.steps})
@@ -231,16 +239,19 @@ def _store(turn: Turn, outstanding: Outstanding, plan: Plan) -> None:
             plan=plan,
             slots=[(s.rank, s.index, int(layout.slots[s.rank, s.index])) for s in touched],
             hosts=[(turn.spec.key(*e), list(layout.ranks_of(*e))) for e in experts],
+            given=given,
         )
     )
     del state.stored[:-STORED_PLANS_MAX]
+    towards = " to the placement that was asked for" if given else ""
     turn.record(
         "asked",
         "noted",
-        f"plan {plan_id} of {len(plan.moves)} moves is ready to be applied",
+        f"plan {plan_id} of {len(plan.moves)} moves{towards} is ready to be applied",
         plan_id=plan_id,
         expected_gain_s_per_s=plan.gain_s_per_s,
         copy_bytes=plan.copy_bytes,
+        refused=left_out(plan),
     )
     turn.commands.append(
         Answer(
@@ -249,5 +260,6 @@ def _store(turn: Turn, outstanding: Outstanding, plan: Plan) -> None:
             message=f"{len(plan.moves)} moves" if plan.moves else "nothing to move",
             plan_id=plan_id,
             plan=plan,
+            notes=event.notes if given else (),
         )
     )

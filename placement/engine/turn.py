@@ -6,7 +6,7 @@ once a call. Decides nothing. Every module of this package takes a Turn.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,7 @@ from placement.engine.shown import planning_topology, shown_key, shown_slots
 from placement.engine.state import NEVER_S, EngineState, RankState, RankStatus, SlotState, StepRun
 from placement.layout import ExpertLayout, IntArray
 from placement.messages.effects import AnyCommand, Effects, Transition
-from placement.messages.records import DecisionRecord
+from placement.messages.records import REFUSED_MAX, DecisionRecord
 from placement.planner.price import StackedLayers, stack
 from placement.split import CompiledLayer, compile_layer
 from placement.topology import DeviceProfile, MoeSpec, Topology
@@ -78,6 +78,7 @@ class Turn:
         expected_gain_s_per_s: float = 0.0,
         realised_gain_s_per_s: float = 0.0,
         copy_bytes: int = 0,
+        refused: Sequence[str] = (),
     ) -> None:
         """Leave a decision record."""
         self.records.append(
@@ -93,6 +94,7 @@ class Turn:
                 expected_gain_s_per_s=expected_gain_s_per_s,
                 realised_gain_s_per_s=realised_gain_s_per_s,
                 copy_bytes=copy_bytes,
+                refused=tuple(refused[:REFUSED_MAX]),
             )
         )
         self.state.next_record += 1

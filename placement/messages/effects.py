@@ -56,6 +56,8 @@ class ComputeTarget(Command, frozen=True, kw_only=True, tag=True, eq=False):
     input: PolicyInput
     deadline_s: float
     """Driver time after which the answer is dropped."""
+    target: tuple[tuple[int, ...], ...] = ()
+    """Keys by rank that an operator wants, whatever the policy would; () = none."""
 
 
 class CopySource(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +186,8 @@ class Answer(Command, frozen=True, kw_only=True, tag=True, eq=False):
     missing_bytes: int = 0
     rank: int = -1
     """The rank that was added, removed or replaced."""
+    notes: tuple[str, ...] = ()
+    """Of a plan to a given placement: what follows from it that nobody asked for."""
 
 
 ShardCommand = ReserveSlot | CopyExpert | VerifyExpert | AbortAdd | ReleaseSlot | SetRankSlots

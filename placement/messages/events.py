@@ -284,6 +284,9 @@ class PlanAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):
     policy: str = ""
     max_moves: int = -1
     """-1 = the configured limit."""
+    target: tuple[tuple[int, ...], ...] = ()
+    """Keys by rank: a plan to exactly this placement, and no policy nor limit has a say. () = what
+    the policy wants."""
 
 
 class ApplyAsked(Event, frozen=True, kw_only=True, tag=True, eq=False):

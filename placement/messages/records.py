@@ -3,7 +3,12 @@ and log."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
+
+REFUSED_MAX: Final = 8
+"""Alternatives that one record names."""
 
 
 class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,7 +21,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     asked | cleanup. Others: target_stale | target_failed | step_aborted | plan_stalled | parked |
     plan_done | realised_gain | rank_lost | all_lost | floor | router_left | drain_wait_over |
     budget_refused ... outcome: kept | started | done | aborted | refused | noted.
-    numbers: what the rule saw, by name (units last in each name).
+    numbers: what the rule saw, by name (units last in each name). refused: what else was looked at
+    and not done, each as "rule: why not", at most REFUSED_MAX.
     """
 
     at_s: float
@@ -30,3 +36,4 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     expected_gain_s_per_s: float = 0.0
     realised_gain_s_per_s: float = 0.0
     copy_bytes: int = 0
+    refused: tuple[str, ...] = ()

@@ -72,8 +72,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     reference: Reference
 
 
-class _Foresight(msgspec.Struct, frozen=True):
-    """The clairvoyant's windows: seconds and balancedness of each, and balancedness of all."""
+class Foresight(msgspec.Struct, frozen=True):
+    """The clairvoyant's windows: seconds and balancedness of each, and balancedness of all from the
+    first that is judged."""
 
     seconds: list[float]
     balancedness: list[float]
@@ -95,7 +96,7 @@ def compare(
     if not policies:
         raise ValueError("compare needs at least one policy")
     start = PerfectExecutor(spec, topology, config).engine.layout()
-    foresight = _clairvoyant(windows, start, spec, topology, config)
+    foresight = clairvoyant(windows, start, spec, topology, config)
     runs = [
         replay_trace(windows, spec, topology, msgspec.structs.replace(config, policy=policy))
         for policy in policies
@@ -137,17 +138,20 @@ def _outcome(
     )
 
 
-def _clairvoyant(
+def clairvoyant(
     windows: Sequence[LoadWindow],
     layout: ExpertLayout,
     spec: MoeSpec,
     topology: Topology,
     config: RebalanceConfig,
-) -> _Foresight:
+    judged_from: int = 0,
+) -> Foresight:
+    """What could be had by who knows each window beforehand and may write without limit. Windows
+    before `judged_from` are gone through and left out of the total."""
     seconds: list[float] = []
     found: list[float] = []
     sums = np.zeros(2, dtype=np.float64)
-    for window in windows:
+    for at, window in enumerate(windows):
         request = PolicyInput(
             spec=spec,
             topology=topology,
@@ -161,10 +165,11 @@ def _clairvoyant(
         layout = propose("incremental", request)
         load = rank_load(layout, window_counts(window))
         mean, worst = float(load.mean(axis=0).sum()), float(load.max(axis=0).sum())
-        sums += mean, worst
+        if at >= judged_from:
+            sums += mean, worst
         seconds.append(slowest_seconds(load, spec, topology))
         found.append(mean / worst if worst > 0 else 1.0)
-    return _Foresight(seconds, found, float(sums[0] / sums[1]) if sums[1] > 0 else 1.0)
+    return Foresight(seconds, found, float(sums[0] / sums[1]) if sums[1] > 0 else 1.0)
 
 
 def _reference(

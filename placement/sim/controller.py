@@ -144,6 +144,7 @@ class SimController(Part):
         if self._durable.must_wait(effects):
             self._durable.withhold(effects)
             return
+        effects = self._durable.leaving(effects)
         dies_at = self.dies_at if effects.transitions else DiesAt.NOWHERE
         if dies_at is DiesAt.BEFORE_WRITE:
             self.end("fault")
@@ -194,7 +195,7 @@ class SimController(Part):
         match command:
             case ComputeTarget():
                 plan_s = self.stage.dice.around(self.stage.delays.plan_s)
-                self.after(plan_s, lambda: self.feed(compute_target(command, self.stage.config)))
+                self.after(plan_s, lambda: self._compute(command))
             case PublishTable():
                 self._publish(command.table)
             case Answer():
@@ -212,6 +213,12 @@ class SimController(Part):
             case _:
                 self.facts.sent(command)
                 self.liaison.submit(command)
+
+    def _compute(self, command: ComputeTarget) -> None:
+        answer = compute_target(command, self.stage.config)
+        if command.target and isinstance(answer, ev.TargetFailed):
+            self.stage.coverage.refused("target.unfit")
+        self.feed(answer)
 
     def _publish(self, table: RoutingTable) -> None:
         if not table.is_newer(self.table):

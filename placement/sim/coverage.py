@@ -56,6 +56,7 @@ REFUSALS = (
     "join.refused",
     "target.stale",
     "target.failed",
+    "target.unfit",
     "journal.torn",
     "journal.owner",
     "journal.full",

@@ -1,4 +1,5 @@
-"""People at a simulated service: they ask for plans, budgets and drains, also for nonsense.
+"""People at a simulated service: they ask for plans, also back to an earlier placement, for budgets
+and drains, and for nonsense.
 
 Responsible for requests an operator may make, and for taking back what was asked for. Called by the
 world.
@@ -6,6 +7,7 @@ world.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -17,6 +19,10 @@ from placement.sim.stage import Stage
 
 AT_ONCE = 12
 """Plans that an impatient operator asks for."""
+REMEMBERED = 3
+"""Placements that people remember, and want the oldest of back."""
+BACK_EVERY = 3
+"""Of so many plans that are asked for, one leads back."""
 
 
 class Operators:
@@ -25,6 +31,8 @@ class Operators:
     def __init__(self, stage: Stage, harm: Harm) -> None:
         self._stage = stage
         self._harm = harm
+        self._asked = 0
+        self._remembered: deque[tuple[tuple[int, ...], ...]] = deque(maxlen=REMEMBERED)
         self._wishes: tuple[Callable[[], None], ...] = (
             self._plan,
             self._plan,
@@ -41,7 +49,15 @@ class Operators:
         self._stage.dice.pick(self._wishes)()
 
     def _plan(self) -> None:
-        self._harm.ask(lambda n: ev.PlanAsked(at_s=0.0, request_id=n))
+        """A plan to look at; now and then one back to where things were some plans ago."""
+        boss = self._harm.fleet.controller
+        if boss is not None:
+            slots = boss.engine.layout().slots.tolist()
+            self._remembered.append(tuple(tuple(k for k in row if k >= 0) for row in slots))
+        self._asked += 1
+        back = self._asked % BACK_EVERY == 0 and self._remembered
+        target = self._remembered[0] if back else ()
+        self._harm.ask(lambda n: ev.PlanAsked(at_s=0.0, request_id=n, target=target))
 
     def _plans_at_once(self) -> None:
         for _ in range(AT_ONCE):
@@ -51,9 +67,11 @@ class Operators:
         self._harm.ask(lambda n: ev.PlanAsked(at_s=0.0, request_id=n, policy="no such policy"))
 
     def _apply(self) -> None:
+        """Apply the newest plan that is known, one that leads back before any other."""
         boss = self._harm.fleet.controller
-        known = [s.plan_id for s in boss.engine.state.stored] if boss is not None else []
-        plan_id = known[-1] if known else "no such plan"
+        known = boss.engine.state.stored if boss is not None else []
+        back = [s for s in known if s.given and s.plan.moves and not s.begun]
+        plan_id = (back or known)[-1].plan_id if known else "no such plan"
         self._harm.ask(lambda n: ev.ApplyAsked(at_s=0.0, request_id=n, plan_id=plan_id))
 
     def _unknown_rank(self) -> None:

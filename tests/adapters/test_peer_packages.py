@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_serve.cli.layouts import Holding, LayoutFormat, read_layout, save, written
 from placement.adapters.sglang import (
     location_json,
     location_mapping,
@@ -142,6 +143,33 @@ class TestVllm:
         assert int((ours != live).sum()) < int((theirs != live).sum())
 
 
+def their_start(given: str) -> dict[str, Any]:
+    """What SGLang's reader of `--init-expert-location` hands over, of this argument."""
+    taken: dict[str, Any] = {}
+
+    class Metadata:
+        """Keeps what the reader hands over."""
+
+        @staticmethod
+        def init_by_mapping(_model: object, **fields: object) -> None:
+            taken.update(fields)
+
+    name = "compute_initial_expert_location_metadata"
+    read = alone(
+        peer("sglang_eplb/expert_location.py"),
+        name,
+        json=json,
+        Path=Path,
+        Optional=Optional,
+        ModelConfig=object,
+        logger=logging.getLogger("peer"),
+        get_exec=lambda: SimpleNamespace(moe=SimpleNamespace(init_expert_location=given)),
+        ExpertLocationMetadata=Metadata,
+    )[name]
+    read(object(), 0)
+    return taken
+
+
 class TestSglang:
     def test_the_file_has_the_keys_that_are_read(self) -> None:
         tree = peer("sglang_eplb/expert_location.py")
@@ -188,30 +216,24 @@ class TestSglang:
             Path(given).write_text(location_json(ours), encoding="utf-8")
         elif form == "pt":
             torch.save(location_mapping(ours), given)
-        taken: dict[str, Any] = {}
-
-        class Metadata:
-            """Keeps what the reader hands over."""
-
-            @staticmethod
-            def init_by_mapping(_model: object, **fields: object) -> None:
-                taken.update(fields)
-
-        name = "compute_initial_expert_location_metadata"
-        read = alone(
-            peer("sglang_eplb/expert_location.py"),
-            name,
-            json=json,
-            Path=Path,
-            Optional=Optional,
-            ModelConfig=object,
-            logger=logging.getLogger("peer"),
-            get_exec=lambda: SimpleNamespace(moe=SimpleNamespace(init_expert_location=given)),
-            ExpertLocationMetadata=Metadata,
-        )[name]
-        read(object(), 0)
+        taken = their_start(given)
         assert np.array_equal(np.asarray(taken.pop("physical_to_logical_map")), ours)
         assert taken == {"moe_ep_rank": 0}
+
+    @pytest.mark.parametrize("name", ["location.json", "location.pt"])
+    def test_what_is_exported_is_what_their_start_reads(self, tmp_path: Path, name: str) -> None:
+        """A service's placement of two MoE layers behind one dense layer, and their parser's view
+        of who is where."""
+        held = Holding("m", "v", 2, 4, 2, (0, 1), ((0, 1, 2, 7, 5, 6), (3, 0, 4, 5, 1, 7)))
+        form, file = LayoutFormat.SGLANG, tmp_path / name
+        save(file, form, written(form, held, (1, 2)))
+        found = np.asarray(their_start(str(file))["physical_to_logical_map"])
+        assert found.shape == (3, 6)
+        for rank, keys in enumerate(held.rows):
+            own = found[1:, 3 * rank : 3 * rank + 3] + [[0], [4]]
+            assert sorted(own.ravel().tolist()) == sorted(keys)
+        back = read_layout(file, None, held, (1, 2))
+        assert back.rows == tuple(tuple(sorted(row)) for row in held.rows)
 
     def test_their_dumps_have_the_keys_that_we_read(self) -> None:
         tree = peer("sglang_eplb/expert_distribution.py")

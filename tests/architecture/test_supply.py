@@ -82,7 +82,7 @@ def test_everything_needed_that_is_installed_is_pinned() -> None:
 
 def instructions() -> list[tuple[str, str]]:
     """(INSTRUCTION, rest) of the Dockerfile, continuation lines joined."""
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    text = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     return [
@@ -146,7 +146,7 @@ def test_the_container_is_built_from_pinned_packages_and_holds_no_secret() -> No
 
 
 def test_no_page_asks_for_the_network_of_the_host() -> None:
-    pages = [ROOT / "Dockerfile", ROOT / "docs" / "how-to" / "deploy.md"]
+    pages = [ROOT / "deploy" / "Dockerfile", ROOT / "docs" / "how-to" / "deploy.md"]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     assert not re.search(r"--net(work)?[= ]host|--privileged|--user[= ]root", text)
     (command,) = re.findall(r"^    docker run (?:.*\\\n)*.*$", text, re.MULTILINE)

@@ -138,10 +138,32 @@ class Tab:
             "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Home": 36,
             "End": 35, "Enter": 13, "Tab": 9, "PageUp": 33, "PageDown": 34, "Escape": 27,
         }  # fmt: skip
+        text = {"text": "\r"} if key == "Enter" else {"text": key} if len(key) == 1 else {}
         for kind in ("keyDown", "keyUp"):
             await self.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=codes[key]
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                windowsVirtualKeyCode=codes.get(key, ord(key[0].upper())),
+                **(text if kind == "keyDown" else {}),
             )
+
+    async def write(self, text: str) -> None:
+        """Type into what has the focus."""
+        await self.call("Input.insertText", text=text)
+
+    async def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Press the mouse, go somewhere, let go; in CSS pixels."""
+
+        async def at(kind: str, place: tuple[float, float], **more: Any) -> None:
+            await self.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], **more)
+
+        middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
+        await at("mouseMoved", start)
+        await at("mousePressed", start, button="left", buttons=1, clickCount=1)
+        for place in (middle, end):
+            await at("mouseMoved", place, button="left", buttons=1)
+        await at("mouseReleased", end, button="left", clickCount=1)
 
     async def picture(self, whole: bool = False) -> bytes:
         """PNG of the window, or of the whole page."""

@@ -2,95 +2,15 @@
 
 import asyncio
 import contextlib
-import io
 import struct
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pytest
-from matplotlib.image import imread
+from tests.browser.rig import DRAWN, MARKS, PAINTED, PIXELS, SPOKEN, WORTH, colours, rig
+from tests.fakes.placement_service import Script
 
-from moe_serve.dashboard.server import DashboardServer
-from moe_serve.dashboard.settings import DashboardSettings
-from tests.browser.cdp import PageError, Tab, browser_tab, chromium
-from tests.fakes.placement_service import FakePlacementService, Script, serve
-
-PROGRAM = chromium()
 ROOT = Path(__file__).resolve().parents[2]
-# One loop for all tests: gRPC serves every loop of a process with one poller, and a loop that has
-# been closed disturbs it.
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(
-        PROGRAM is None, reason="chromium is not installed: the page is not looked at"
-    ),
-]
-
-DRAWN = "Number(document.querySelector('.map canvas')?.dataset.window)"
-WORTH = "document.documentElement.dataset.worth"
-# One number for all pixels of the map, so that two pictures can be compared.
-PIXELS = """(() => {
-  const c = document.querySelector('.map canvas');
-  const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
-  let h = 0; for (let i = 0; i < d.length; i++) h = (h * 31 + d[i]) | 0; return h; })()"""
-PAINTED = "new Promise((ok) => requestAnimationFrame(() => requestAnimationFrame(() => ok(true))))"
-
-
-class Rig:
-    """Fake controller, page, tab."""
-
-    def __init__(self, service: FakePlacementService, tab: Tab, url: str, server: Any) -> None:
-        self.service, self.tab, self.url, self.server = service, tab, url, server
-
-    async def window(self) -> None:
-        """Close a window and wait until it is painted."""
-        self.service.close_window()
-        await self.tab.until(f"{DRAWN} === {self.service.window}")
-        await self.tab.ask(PAINTED)
-
-    async def come_alive(self, timeout_s: float = 30.0) -> None:
-        """Close windows until the page shows one as live."""
-        async with asyncio.timeout(timeout_s):
-            while True:
-                self.service.close_window()
-                with contextlib.suppress(PageError):
-                    await self.tab.until(f"{WORTH} === 'live' && {DRAWN} > 0", 0.5)
-                    return
-
-    async def text(self, selector: str) -> str:
-        return str(await self.tab.ask(f"document.querySelector({selector!r})?.innerText ?? ''"))
-
-
-@contextlib.asynccontextmanager
-async def rig(script: Script, fragment: str = "", **settings: Any) -> AsyncIterator[Rig]:
-    assert PROGRAM is not None
-    service = FakePlacementService(script)
-    server, address = await serve(service)
-    page = DashboardServer(
-        DashboardSettings(
-            admin_address=address, status_interval_s=0.2, publish_interval_s=0.05, **settings
-        )
-    )
-    try:
-        url = await page.start()
-        async with browser_tab(PROGRAM) as tab:
-            made = Rig(service, tab, url, server)
-            await tab.open(url + fragment)
-            await made.come_alive()
-            yield made
-            assert tab.errors == [], tab.errors
-    finally:
-        await page.stop()
-        await server.stop(0)
-
-
-def colours(png: bytes) -> int:
-    """Number of distinct colours of a PNG."""
-    pixels = imread(io.BytesIO(png), format="png")
-    return len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0))
+pytestmark = MARKS
 
 
 async def test_heat_changes_with_the_traffic_and_moves_show_their_reason() -> None:
@@ -110,7 +30,7 @@ async def test_heat_changes_with_the_traffic_and_moves_show_their_reason() -> No
         assert "running" in row
         await r.tab.until("document.querySelector('.pill.is-moving') !== null")
         # The layer's devices show the replica on its way, in words.
-        await r.tab.ask("document.querySelector('.moves tbody tr:last-child .link').click()")
+        await r.go(f"#layer={move.layer}")
         await r.tab.until("document.querySelector('.slot.in') !== null")
         assert await r.text(".slot.in") == f"↓E{move.expert}copying"
 
@@ -130,13 +50,10 @@ async def test_heat_changes_with_the_traffic_and_moves_show_their_reason() -> No
 async def test_a_large_model_is_drawn_cell_by_cell_in_every_mode() -> None:
     script = Script(layers=58, experts=256, ranks=32, pairs=200_000)
     async with rig(script, "#mode=share&layer=7") as r:
-        assert await r.tab.ask("document.querySelector('.devices select').value") == "7"
+        await r.tab.until("document.querySelector('.devices select')?.value === '7'")
         pictures = set()
         for name in ("Load", "Load ÷ fair share", "Replicas"):
-            await r.tab.ask(
-                f"[...document.querySelectorAll('.segments button')]"
-                f".find((b) => b.innerText === {name!r}).click()"
-            )
+            await r.press_button(name, ".heat")
             await r.tab.ask(PAINTED)
             pictures.add(await r.tab.ask(PIXELS))
         assert len(pictures) == 3
@@ -147,25 +64,25 @@ async def test_a_large_model_is_drawn_cell_by_cell_in_every_mode() -> None:
 
 
 async def test_keys_move_a_cell_that_is_read_out() -> None:
-    async with rig(Script()) as r:
+    async with rig() as r:
         await r.tab.ask("document.querySelector('.map canvas').focus()")
-        spoken = "document.querySelector('[data-figure=spoken]').textContent"
         await r.tab.press("ArrowRight")
-        await r.tab.until(f"{spoken}.startsWith('Layer 0, expert 0')")
+        await r.tab.until(f"{SPOKEN}.startsWith('Layer 0, expert 0')")
         await r.tab.press("ArrowRight")
         await r.tab.press("ArrowDown")
-        said = await r.tab.until(f"{spoken}.startsWith('Layer 1, expert 1') && {spoken}")
+        said = await r.tab.until(f"{SPOKEN}.startsWith('Layer 1, expert 1') && {SPOKEN}")
         assert "replica" in said
         await r.tab.press("End")
-        await r.tab.until(f"{spoken}.startsWith('Layer 1, expert 31')")
+        await r.tab.until(f"{SPOKEN}.startsWith('Layer 1, expert 31')")
         await r.tab.press("PageDown")
-        await r.tab.until(f"{spoken}.startsWith('Layer 3, expert 31')")
+        await r.tab.until(f"{SPOKEN}.startsWith('Layer 3, expert 31')")
         await r.tab.press("Enter")
         await r.tab.until("location.hash.includes('layer=3')")
+        await r.tab.until("location.hash.includes('expert=3.31')")
 
 
 async def test_old_heat_is_never_shown_as_live() -> None:
-    async with rig(Script(), stale_windows=2.0) as r:
+    async with rig(stale_windows=2.0) as r:
         await r.tab.until(f"{WORTH} === 'stale'")
         assert "stale" in await r.text("[data-figure=worth]")
         assert "old" in await r.text(".banner")
@@ -188,7 +105,7 @@ async def test_names_from_the_controller_are_text() -> None:
 
 
 async def test_a_script_writes_the_picture_for_readme(tmp_path: Path) -> None:
-    async with rig(Script()) as r:
+    async with rig() as r:
         out = tmp_path / "page.png"
         process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -73,12 +74,16 @@ def rows(n: int) -> Any:
 @pytest.mark.asyncio
 async def test_a_call_is_computed_by_the_experts_it_names(rig: Rig) -> None:
     x = rows(3)
+    began_s = time.monotonic()
     reply = await rig.channel.forward(rig.call(x, [(0, 0), (0, 2), (2, 1)], call_id=5, sub_id=6))
+    took_s = time.monotonic() - began_s
     assert (reply.call_id, reply.sub_id, reply.incarnation) == (5, 6, 1)
     assert reply.row_status.tolist() == [RowStatus.SERVED] * 3
     np.testing.assert_array_equal(reply.partial, np.stack([x[0] * 4, x[1] * 0, x[2] * 2]))
     assert reply.backlog_seq > 0
     assert reply.compute_s > 0
+    assert reply.rest_s > 0
+    assert reply.queue_s + reply.compute_s + reply.rest_s / 1.04 <= took_s
     assert rig.channel.connected
 
 

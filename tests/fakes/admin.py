@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from moe_serve.cli.admin import AdminTarget
-from moe_serve.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from moe_serve.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    MoeServeError,
+    NotFound,
+    Unavailable,
+)
 from moe_serve.rpc import placement_pb2 as pb
 
 MIB = 1 << 20
@@ -110,6 +118,32 @@ def make_load() -> pb.GetLoadResponse:
     )
 
 
+def make_window(
+    demand: np.ndarray, rank_pairs: np.ndarray | None = None, busy: np.ndarray | None = None
+) -> pb.GetLoadResponse:
+    """A window of two seconds with its arrays: demand [phases, layers, experts], rank_pairs [ranks,
+    layers], busy [ranks, phases]."""
+    phases, layers, experts = demand.shape
+    rank_pairs = np.zeros((2, layers)) if rank_pairs is None else rank_pairs
+    busy = np.zeros((len(rank_pairs), phases)) if busy is None else busy
+    return pb.GetLoadResponse(
+        window=12,
+        start_s=24.0,
+        end_s=26.0,
+        age_s=0.5,
+        balancedness=0.8,
+        imbalance=0.25,
+        layer_imbalance=[0.25 * layer for layer in range(layers)],
+        demand=demand.astype("<i8").tobytes(),
+        rank_pairs=rank_pairs.astype("<i8").tobytes(),
+        rank_busy=busy.astype("<f8").tobytes(),
+        num_phases=phases,
+        num_layers=layers,
+        num_experts=experts,
+        num_ranks=len(rank_pairs),
+    )
+
+
 def make_plan() -> pb.PlanView:
     return pb.PlanView(
         plan_id="2-4",
@@ -139,6 +173,53 @@ def make_record(seq: int, rule: str = "plan_done", **fields: object) -> pb.Decis
     )
 
 
+def make_explanation(**fields: object) -> pb.ExplainResponse:
+    """Two causes, both phases, a newest record."""
+    answer = pb.ExplainResponse(
+        verdict="slow",
+        causes=[
+            pb.Cause(
+                kind="hot_expert",
+                share=0.42,
+                text="expert 3 of layer 1 is hot",
+                next_step="let it have more replicas",
+                rank=1,
+                layer=1,
+                expert=3,
+                evidence={"times_even_share": 3.25, "replicas": 1.0},
+            ),
+            pb.Cause(kind="slow_rank", share=0.25, text="rank 0 is slow", next_step="look", rank=0),
+        ],
+        stages=[
+            pb.Stage(phase=phase, stage=stage, requests=50, seconds=s, p50_s=s / 50, p99_s=s / 25)
+            for phase in ("prefill", "decode")
+            for stage, s in (("queue", 0.1), ("wait", 0.2), ("compute", 0.7))
+        ],
+        ranks=[
+            pb.RankPart(
+                rank=rank,
+                sub_calls=100,
+                last=40 * rank,
+                late_s=0.08 * rank,
+                wire_s=0.1,
+                wait_s=0.2,
+                compute_s=0.5,
+                pairs=400,
+                slowness=1.0 + rank,
+            )
+            for rank in range(2)
+        ],
+        seconds=20.0,
+        age_s=0.2,
+        requests=100,
+        mean_s=0.02,
+        p99_s=0.06,
+        newest=make_record(7, "paused", detail="automatic plans are paused", refused=["plan: no"]),
+    )
+    answer.MergeFrom(pb.ExplainResponse(**fields))
+    return answer
+
+
 @dataclass
 class FakeAdmin:
     """`moe_serve.cli.admin.Admin` in memory. `asked` lists what was asked for, in order."""
@@ -146,6 +227,9 @@ class FakeAdmin:
     placements: list[pb.GetPlacementResponse] = field(default_factory=lambda: [make_placement()])
     window: pb.GetLoadResponse | None = field(default_factory=make_load)
     plan: pb.PlanView = field(default_factory=make_plan)
+    plan_notes: tuple[str, ...] = ()
+    paused: bool = False
+    explanation: pb.ExplainResponse | MoeServeError = field(default_factory=make_explanation)
     records: list[pb.DecisionRecord] = field(default_factory=list)
     step_pages: list[list[pb.Step]] = field(default_factory=list)
     asked: list[tuple[object, ...]] = field(default_factory=list)
@@ -173,6 +257,22 @@ class FakeAdmin:
             raise InvalidArgument("policy 'nonsense' is not one of eplb, incremental, static")
         return self.plan
 
+    def plan_to(
+        self, before_plan: str, target: Sequence[Sequence[int]] = ()
+    ) -> pb.ComputePlanResponse:
+        self.asked.append(("plan_to", before_plan, tuple(map(tuple, target))))
+        if before_plan not in ("", "newest", "2-3"):
+            raise NotFound(
+                f"the placement before plan {before_plan!r} is not known; known are those before "
+                "2-3 (auto), newest first"
+            )
+        return pb.ComputePlanResponse(
+            plan=self.plan,
+            notes=self.plan_notes,
+            before_plan="2-3" if before_plan else "",
+            paused=self.paused,
+        )
+
     def apply_plan(self, plan_id: str, validate_only: bool) -> str:
         self.asked.append(("apply_plan", plan_id, validate_only))
         if plan_id != self.plan.plan_id:
@@ -185,6 +285,20 @@ class FakeAdmin:
     def events(self, after_seq: int, follow: bool) -> Iterator[pb.DecisionRecord]:
         self.asked.append(("events", after_seq, follow))
         yield from (record for record in self.records if record.seq > after_seq)
+
+    def explain(self, seconds: float) -> pb.ExplainResponse:
+        self.asked.append(("explain", seconds))
+        if isinstance(self.explanation, MoeServeError):
+            raise self.explanation
+        return self.explanation
+
+    def explain_plan(self, plan_id: str) -> pb.ExplainPlanResponse:
+        self.asked.append(("explain_plan", plan_id))
+        if plan_id not in ("", self.plan.plan_id):
+            raise NotFound(f"no plan {plan_id!r} is kept")
+        return pb.ExplainPlanResponse(
+            plan=self.plan, records=self.records, measured_before=0.51, measured_after=0.0
+        )
 
     def pause(self, reason: str) -> None:
         self.asked.append(("pause", reason))

@@ -23,6 +23,7 @@ from moe_serve.ports import (
     ShardInfo,
     ShardReport,
 )
+from moe_serve.stage_counts import StageCounts
 from placement.load import DemandReport, HotnessReport
 from placement.messages.effects import (
     AbortAdd,
@@ -319,8 +320,9 @@ class FakeRouterPort:
             quiesced_epoch=self._quiesced,
             reports=tuple(self._reports),
             suspects=self.suspects,
-            counters={"requests": 1.0},
+            counters={"requests": 1.0} | self.cluster.router_counters,
             stopped=self.stopped,
+            stages=self.cluster.stages,
         )
 
     async def stop(self, grace_s: float) -> None:
@@ -355,6 +357,9 @@ class FakeCluster:
     group_slots: tuple[int, ...] = ()
     """Slots of a rank that is added, by group."""
     copy_s: float = 0.0
+    stages: StageCounts | None = None
+    """Where the time went, as every router tells it."""
+    router_counters: dict[str, float] = field(default_factory=dict)
     demand: dict[int, int] = field(default_factory=dict)
     parts: dict[str, FakePart] = field(default_factory=dict)
     terms: set[int] = field(default_factory=set)

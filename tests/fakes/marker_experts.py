@@ -15,6 +15,7 @@ from moe_serve.shard.assembly import Shard
 from moe_serve.shard.compute.base import ComputeBackend, ExpertSpec, SlotWork
 from moe_serve.shard.served_model import ServedModel
 from moe_serve.shard.settings import ShardSettings
+from moe_serve.telemetry.traces import NO_TRACES, Traces
 from moe_serve.weights.canonical import canonical_digest
 from moe_serve.weights.reading import UNINTERRUPTED, Reading
 from placement.messages.effects import (
@@ -159,6 +160,7 @@ def marker_shard(
     model: ServedModel | None = None,
     source: MarkerSource | None = None,
     backend: ComputeBackend | None = None,
+    traces: Traces = NO_TRACES,
     **settings: object,
 ) -> Shard:
     """A shard over marker experts, not started."""
@@ -168,6 +170,7 @@ def marker_shard(
         model,
         source or MarkerSource(model),
         backend or MarkerBackend(model.expert),
+        traces=traces,
     )
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from moe_serve.rpc import placement_pb2 as pb
 from moe_serve.rpc import placement_pb2_grpc
 from placement import scoring
+from tests.fakes.placement_commands import PlacementCommands
 
 PHASES = 2
 RULES = {
@@ -58,10 +59,11 @@ class Script:
     problems: list[str] = field(default_factory=list)
 
 
-class FakePlacementService(placement_pb2_grpc.PlacementServiceServicer):
+class FakePlacementService(PlacementCommands, placement_pb2_grpc.PlacementServiceServicer):
     """State and servicer in one. Everything runs in the loop that calls it."""
 
     def __init__(self, script: Script | None = None) -> None:
+        super().__init__()
         self.script = s = script or Script()
         self.rng = np.random.default_rng(s.seed)
         self.state = "steady"
@@ -309,7 +311,18 @@ class FakePlacementService(placement_pb2_grpc.PlacementServiceServicer):
             moves=self.moves,
             moves_done=self.done,
             ranks=[self._rank(rank) for rank in range(s.ranks)],
-            routers=[pb.Router(router="router-0", state="up", applied_epoch=self.epoch)],
+            routers=[self._router()],
+        )
+
+    def _router(self) -> pb.Router:
+        served = float(self.window)
+        return pb.Router(
+            router="router-0",
+            state="up",
+            incarnation=1,
+            applied_epoch=self.epoch,
+            counters={"requests": 100 * served, "tokens": 8_000 * served},
+            quantiles={"dispatch_p50_s": 0.004, "dispatch_p99_s": 0.011},
         )
 
     def _rank(self, rank: int) -> pb.Rank:
@@ -318,12 +331,34 @@ class FakePlacementService(placement_pb2_grpc.PlacementServiceServicer):
             rank=rank,
             node=f"node-{rank // 2}",
             failure_domain=f"node-{rank // 2}",
-            state="up",
+            state="draining" if rank in self.drained else "up",
             num_slots=len(slots),
             budget_bytes=len(slots) * 42 << 20,
             resident_bytes=sum(bool(s["state"]) for s in slots) * 42 << 20,
             backlog_s=0.002 * rank,
             profile="declared-h200",
+            memory=pb.RankMemory(
+                slab_bytes=len(slots) * 42 << 20,
+                free_bytes=sum(not s["state"] for s in slots) * 42 << 20,
+                largest_free_run_bytes=42 << 20,
+                loaded_bytes=sum(bool(s["state"]) for s in slots) * 42 << 20,
+                process_bytes=900 << 20,
+                host_cache_bytes=3 << 30,
+            ),
+            copies=[
+                pb.RunningCopy(
+                    step_id=100 * rank + index,
+                    slot=index,
+                    layer=slot["layer"],
+                    expert=slot["expert"],
+                    source=f"rank {(rank + 1) % self.script.ranks}",
+                    done_bytes=21 << 20,
+                    total_bytes=42 << 20,
+                    seconds=0.5,
+                )
+                for index, slot in enumerate(slots)
+                if slot["state"] == "COPYING"
+            ],
             slots=[pb.Slot(index=index, **slot) for index, slot in enumerate(slots)],
         )
 
@@ -336,6 +371,7 @@ class FakePlacementService(placement_pb2_grpc.PlacementServiceServicer):
         self.calls.append(name)
         if self.refuse is not None:
             await context.abort(self.refuse, "made up")
+        await self._let_in(name, context)
 
     async def GetPlacement(self, request: Any, context: Any) -> pb.GetPlacementResponse:
         await self._guard("GetPlacement", context)

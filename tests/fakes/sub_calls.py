@@ -62,5 +62,6 @@ def sub_reply(partial: npt.NDArray[Any], statuses: list[RowStatus], **fields: An
         "queue_s": 0.5,
         "compute_s": 0.125,
         "detail": "",
+        "rest_s": 0.25,
     }
     return SubReply(**(values | fields))

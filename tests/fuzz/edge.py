@@ -14,6 +14,9 @@ from google.protobuf.message import DecodeError, Message
 
 from moe_serve.controller.admin import PlacementServicer
 from moe_serve.controller.book import Book
+from moe_serve.controller.parts import PartTable
+from moe_serve.controller.recent import Recent
+from moe_serve.controller.stages import StageFolder
 from moe_serve.errors import MoeServeError, StartRefused, Unauthenticated
 from moe_serve.router.checks import ForwardInput, check_forward
 from moe_serve.router.flight import ForwardOutput
@@ -27,7 +30,7 @@ from placement.config import RebalanceConfig
 from placement.engine import RebalanceEngine
 from placement.messages.codec import decode_event, encode
 from placement.messages.effects import Answer
-from tests.builders import make_spec, make_topology
+from tests.builders import PROFILE, make_spec, make_topology
 from tests.fake_shards import HIDDEN, marker_spec
 from tests.fuzz import mutations
 from tests.fuzz.target import Target, joined, pieces, refused, scratch
@@ -340,6 +343,8 @@ METHODS = (
     ("SetBudget", placement_pb2.SetBudgetRequest),
     ("ListSteps", placement_pb2.ListStepsRequest),
     ("WatchEvents", placement_pb2.WatchEventsRequest),
+    ("Explain", placement_pb2.ExplainRequest),
+    ("ExplainPlan", placement_pb2.ExplainPlanRequest),
 )
 
 
@@ -355,7 +360,11 @@ class Source:
 
     def __init__(self) -> None:
         self.settings: Any = SimpleNamespace(
-            ranks=(1, 2), spec=make_spec(), watchers_max=4, config=RebalanceConfig()
+            ranks=(1, 2),
+            spec=make_spec(),
+            watchers_max=4,
+            config=RebalanceConfig(),
+            profiles=(PROFILE,),
         )
         self.engine = RebalanceEngine(
             make_spec(),
@@ -377,6 +386,11 @@ class Source:
             state=self.engine.state,
             book=Book(records_kept=16, moves_kept=16),
             settings=self.settings,
+            parts=PartTable(),
+            stages=StageFolder(),
+            recent=Recent(PartTable(), make_spec()),
+            now_s=100.0,
+            started_s=0.0,
         )
 
     async def _never(self, seen: int) -> int:
@@ -447,6 +461,7 @@ def placement_seeds() -> list[bytes]:
         ("SetBudget", placement_pb2.SetBudgetRequest(rank=0, budget_bytes=5000)),
         ("ListSteps", placement_pb2.ListStepsRequest(page_size=10, page_token="12")),
         ("WatchEvents", placement_pb2.WatchEventsRequest(after_seq=3)),
+        ("Explain", placement_pb2.ExplainRequest(seconds=30.0)),
     ]
     numbers = {name: number for number, (name, _) in enumerate(METHODS)}
     return [bytes([numbers[name]]) + message.SerializeToString() for name, message in made]

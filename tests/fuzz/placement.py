@@ -116,6 +116,7 @@ def event_seeds() -> list[bytes]:
         ev.StepFailed(at_s=1.0, step_id=1, code="digest", detail="x"),
         ev.DrainAsked(at_s=1.0, request_id=1, rank=0),
         ev.PlanAsked(at_s=1.0, request_id=1, policy="static", max_moves=3),
+        ev.PlanAsked(at_s=1.0, request_id=1, target=((0, 1), (2,))),
     ]
     return [encode(one) for one in made]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.fuzz import edge, files, placement, wire
+from tests.fuzz import edge, files, layouts, placement, wire
 from tests.fuzz.target import Target
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -15,6 +15,7 @@ TARGETS: tuple[Target, ...] = (
     *wire.TARGETS,
     *placement.TARGETS,
     *files.TARGETS,
+    *layouts.TARGETS,
 )
 
 

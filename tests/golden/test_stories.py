@@ -68,11 +68,25 @@ def budget_lowered():
     return driver
 
 
+def operator_goes_back():
+    """Automatic plans are paused, a plan to the placement before the hot expert is asked for and
+    applied."""
+    driver = small(slots=4)
+    before = tuple(map(tuple, driver.keys()))
+    driver.close_window({0: 5000.0})
+    driver.feed(ev.PauseAsked(at_s=0.0, request_id=1, reason="back to where we were"))
+    driver.feed(ev.PlanAsked(at_s=0.0, request_id=2, target=before))
+    plan_id = driver.answers[2].plan_id
+    driver.feed(ev.ApplyAsked(at_s=0.0, request_id=3, plan_id=plan_id))
+    return driver
+
+
 STORIES = [
     hot_expert_replicated,
     experts_migrated,
     rank_lost_in_the_middle_of_a_copy,
     budget_lowered,
+    operator_goes_back,
 ]
 
 

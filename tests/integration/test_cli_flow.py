@@ -102,11 +102,19 @@ def moving(placement: dict[str, Any]) -> bool:
     return any(move["state"] in ("planned", "running") for move in placement["moves"])
 
 
+def held(placement: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    """(layer, expert) of what is listed, by rank."""
+    return [
+        sorted((s["layer"], s["expert"]) for s in rank["slots"] if s["state"] == "LISTED")
+        for rank in placement["ranks"]
+    ]
+
+
 def filled(placement: dict[str, Any], rank: int) -> int:
     return sum(slot["layer"] >= 0 for slot in placement["ranks"][rank]["slots"])
 
 
-def test_a_client_in_another_process_then_plan_apply_and_events(paused: Up) -> None:
+def test_a_client_in_another_process_then_plan_apply_and_back(paused: Up, tmp_path: Path) -> None:
     shell, routers = paused.shell, paused.record["router_addresses"]
     found = shell.front_end("forward", addresses=routers[:1], model="tiny", calls=CALLS)
     print(found)
@@ -131,9 +139,57 @@ def test_a_client_in_another_process_then_plan_apply_and_events(paused: Up) -> N
     assert len(applied["moves"]) == len(plan["moves"])
     assert set(applied["moves"].values()) == {"done"}
     assert shell.data("status")["epoch"] > after["epoch"]
+    assert shell.data("explain", "plan")["plan"]["plan_id"] == plan["plan_id"]
     done = shell.cli("events")
     assert done.returncode == 0, said(done)
     assert plan["plan_id"] in done.stdout
+
+    there, file = shell.data("status"), tmp_path / "there.json"
+    assert shell.data("export", "-f", str(file))["replicas"] == sum(map(len, held(there)))
+    back = shell.data("rollback", plan["plan_id"], "-y")
+    assert (back["before_plan"], set(back["moves"].values())) == (plan["plan_id"], {"done"})
+    assert held(shell.data("status")) == held(before)
+    assert set(shell.data("import", str(file), "-y")["moves"].values()) == {"done"}
+    assert held(shell.data("status")) == held(there)
+
+
+def test_heat_and_load_of_a_running_service(service: Up, tmp_path: Path) -> None:
+    """What is hot, as a client in another process made it: the load generator itself."""
+    shell = service.shell
+    found = shell.data(
+        "bench", "--seconds", "4", "--rate", "40", "--zipf", "2", "--slo-ms", "60000"
+    )
+    print(found)
+    assert found["answered"] == found["requests"] > 0
+    assert (found["model"], found["errors"]) == ("tiny-moe", {})
+
+    def hottest() -> Any:
+        top = shell.data("top", "experts", "-n", "3")
+        return top["rows"] if top["rows"][0]["pairs"] else None
+
+    with_load = shell.cli("bench", "--seconds", "8", "--rate", "40", "--closed", "2", "-o", "yaml")
+    assert with_load.returncode == 0, said(with_load)
+    assert yaml.safe_load(with_load.stdout)["loop"] == "closed"
+    with Traffic(
+        [Source(service.record["router_addresses"][0], stream=True, pause_s=0.01)], FOUR_HOT
+    ):
+        rows = wait_until("a window with load", hottest)
+        assert [row["replicas"] > 0 for row in rows] == [True] * 3
+        busy = shell.data("top", "ranks")["rows"]
+        assert {row["rank"] for row in busy} == {0, 1, 2, 3}
+        png, csv = tmp_path / "heat.png", tmp_path / "heat.csv"
+        done = shell.cli("heat", "--png", str(png), "--csv", str(csv))
+        assert done.returncode == 0, said(done)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert len(csv.read_text().splitlines()) == 1 + 4 * 32
+    done = shell.cli("heat", "--mode", "replicas")
+    assert done.returncode == 0, said(done)
+    assert "layers x experts: replicas" in done.stdout
+    folder = shell.folder / "state/moe-serve/tiny-moe"
+    assert shell.data("screen", str(folder))["verdict"].count("_") >= 1
+    done = shell.cli("events", "--since", "1h", "-v")
+    assert done.returncode == 0, said(done)
+    assert shell.data("explain")["verdict"] in {"nothing_slow", "slow", "idle"}
 
 
 def test_a_budget_falls_and_rises_and_never_below_what_is_needed(paused: Up) -> None:
@@ -206,6 +262,8 @@ def test_up_refuses_while_it_is_up(service: Up) -> None:
     started = set(service.shell.processes())
     said_so = the_refusal(service.shell.cli("up", "-f", EXAMPLE))
     assert "service 'tiny-moe' is running already" in said_so
+    rehearsed = the_refusal(service.shell.cli("up", "-f", EXAMPLE, "--dry-run"))
+    assert "service 'tiny-moe' is running already" in rehearsed
     assert "moe-serve down tiny-moe" in said_so
     assert service.shell.data("status")["degraded"] is False
     assert started <= set(service.shell.processes())

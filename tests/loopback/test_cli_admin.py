@@ -125,7 +125,7 @@ def test_a_token_without_the_right_is_exit_1(running: Running) -> None:
 def test_a_method_the_server_has_not_is_a_typed_error(running: Running) -> None:
     admin = GrpcAdmin(AdminTarget(running.address))
     with pytest.raises(MoeServeError, match="commands to the controller's admin port"):
-        admin.compute_plan("", 0)
+        admin.set_budget(0, 1)
     admin.close()
 
 

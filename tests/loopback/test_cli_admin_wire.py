@@ -11,6 +11,7 @@ import pytest
 
 from moe_serve.cli.admin import AdminTarget, GrpcAdmin
 from moe_serve.cli.exits import CannotReach
+from moe_serve.cli.layouts import holding_of
 from moe_serve.controller.service import ControllerService
 from moe_serve.errors import FailedPrecondition, InvalidArgument, NotFound
 from tests.loopback.test_controller_admin import make_settings, serving, until
@@ -69,6 +70,27 @@ async def test_a_plan_is_only_checked_where_no_more_is_asked(
         with pytest.raises(NotFound):
             await ask(client.apply_plan, "no-such-plan", False)
         cluster.demand = {}
+
+
+@pytest.mark.asyncio
+async def test_a_plan_to_a_placement_is_to_that_one(
+    tmp_path: Path, clients: list[GrpcAdmin]
+) -> None:
+    async with serving(make_settings(tmp_path)) as (service, _cluster, _stub):
+        client = client_of(service, clients)
+        await ask(client.pause, "plans come by hand")
+        with pytest.raises(NotFound):
+            await ask(client.plan_to, "newest")
+        wanted = ((0, 1, 2), (0, 3), ())
+        there = await ask(client.plan_to, "", wanted)
+        assert (there.before_plan, there.paused, list(there.notes)) == ("", True, [])
+        await ask(client.apply_plan, there.plan.plan_id, False)
+        engine = service.life.driver.engine
+        await until(lambda: engine.state.run is None and engine.state.apply_next is None)
+        held = holding_of(await ask(client.placement))
+        assert tuple(tuple(sorted(keys)) for keys in held.rows) == wanted
+        back = await ask(client.plan_to, "newest")
+        assert back.before_plan == there.plan.plan_id
 
 
 @pytest.mark.asyncio

@@ -161,6 +161,48 @@ async def test_a_plan_is_computed_checked_and_applied(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_plan_leads_back_to_the_placement_before_a_plan(tmp_path: Path) -> None:
+    async with serving(make_settings(tmp_path)) as (service, cluster, stub):
+        unknown = await refused(stub.ComputePlan(pb.ComputePlanRequest(before_plan="newest")))
+        assert isinstance(unknown, NotFound)
+        cluster.demand = {0: 400, 1: 10, 2: 10, 3: 10}
+        await until(lambda: bool(service.book.befores.kept))
+        await stub.Pause(pb.PauseRequest(reason="back"))
+        state = service.life.driver.engine.state
+        await until(lambda: state.run is None and state.outstanding is None)
+        befores = service.book.befores
+        before = befores.keys_of(befores.kept[0])
+        answer = await stub.ComputePlan(pb.ComputePlanRequest(before_plan="newest"))
+        assert answer.before_plan == service.book.befores.kept[0].plan_id
+        assert answer.paused
+        assert not answer.notes
+        await stub.ApplyPlan(pb.ApplyPlanRequest(plan_id=answer.plan.plan_id))
+        await until(lambda: state.run is None and state.apply_next is None)
+        after = service.life.driver.engine.layout().slots.tolist()
+        assert tuple(tuple(sorted(k for k in row if k >= 0)) for row in after) == before
+
+
+@pytest.mark.asyncio
+async def test_a_plan_leads_to_a_given_placement_or_says_why_not(tmp_path: Path) -> None:
+    async with serving(make_settings(tmp_path)) as (_, _cluster, stub):
+        rows = [[0, 1, 2], [3, 0], []]
+        target = [pb.RankTarget(rank=rank, experts=row) for rank, row in enumerate(rows)]
+        answer = await stub.ComputePlan(pb.ComputePlanRequest(target=target))
+        assert answer.plan.moves
+        assert not answer.paused
+        assert not answer.notes
+        applied = await stub.ApplyPlan(pb.ApplyPlanRequest(plan_id=answer.plan.plan_id))
+        assert "may move things away from it again" in applied.message
+        del target[2:]
+        short = await refused(stub.ComputePlan(pb.ComputePlanRequest(target=target)))
+        assert isinstance(short, InvalidArgument)
+        target.append(pb.RankTarget(rank=2, experts=[0, 1, 2, 3]))
+        full = await refused(stub.ComputePlan(pb.ComputePlanRequest(target=target)))
+        assert isinstance(full, FailedPrecondition)
+        assert "rank 2 can hold 3 experts" in full.message
+
+
+@pytest.mark.asyncio
 async def test_load_of_the_newest_window(tmp_path: Path) -> None:
     async with serving(make_settings(tmp_path)) as (service, cluster, stub):
         cluster.demand = {0: 7, 6: 3}

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -13,77 +13,18 @@ import pytest
 from yarl import URL
 
 from moe_serve.dashboard.actor import DashboardActor
-from moe_serve.dashboard.app import Page, load_assets
 from moe_serve.dashboard.feed import Feed
 from moe_serve.dashboard.server import DashboardServer, bind
 from moe_serve.dashboard.settings import DashboardSettings
 from moe_serve.errors import StartRefused
+from tests.fakes.page import WAIT_S, lone_page, rig
 from tests.fakes.placement_service import FakePlacementService, Script, serve
 
 # One loop for all tests: gRPC serves every loop of a process with one poller, and a loop that has
 # been closed disturbs it.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-WAIT_S = 20.0
 PATHS = ["", "static/app.js", "api/v1/frame", "api/v1/stream", "nothing/here"]
-
-
-class Rig:
-    """A fake controller, the page before it, a client."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.service = FakePlacementService(Script(window_s=0.2))
-        self.settings = {"publish_interval_s": 0.02, "status_interval_s": 0.1, **settings}
-
-    async def start(self) -> None:
-        self.server, self.address = await serve(self.service)
-        self.page = DashboardServer(
-            DashboardSettings(admin_address=self.address, backoff_min_s=0.05, **self.settings)
-        )
-        self.url = await self.page.start()
-        self.client = aiohttp.ClientSession(trust_env=False)
-
-    async def stop(self) -> None:
-        try:
-            await self.client.close()
-            await self.page.stop()
-        finally:
-            await self.server.stop(0)
-
-    async def get(self, path: str, **more: Any) -> tuple[int, Mapping[str, str], bytes]:
-        async with self.client.get(self.url + path, **more) as answer:
-            return answer.status, answer.headers, await answer.read()
-
-    async def json(self, path: str) -> Any:
-        status, _, body = await self.get(path)
-        assert status == 200, body
-        return json.loads(body)
-
-    async def until(self, path: str, wanted: Callable[[Any], bool]) -> Any:
-        """Ask a path until its JSON is as wanted."""
-        last: Any = None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WAIT_S):
-                while True:
-                    status, _, body = await self.get(path)
-                    last = json.loads(body) if status == 200 else body
-                    if status == 200 and wanted(last):
-                        return last
-                    await asyncio.sleep(0.02)
-        raise AssertionError(f"{path} was last {last!r}")
-
-    def stream(self, **headers: str) -> Any:
-        return self.client.get(self.url + "api/v1/stream", headers=headers)
-
-
-@contextlib.asynccontextmanager
-async def rig(**settings: Any) -> AsyncIterator[Rig]:
-    made = Rig(**settings)
-    await made.start()
-    try:
-        yield made
-    finally:
-        await made.stop()
 
 
 async def events(answer: aiohttp.ClientResponse) -> AsyncGenerator[tuple[str, Any, str], None]:
@@ -273,27 +214,6 @@ async def test_a_browser_too_many_is_refused_and_a_place_becomes_free() -> None:
 
 
 @contextlib.asynccontextmanager
-async def lone_page(**settings: Any) -> AsyncIterator[tuple[Feed, int]]:
-    """The page without a controller; documents are put into its feed by hand."""
-    from aiohttp import web
-
-    bound = bind("127.0.0.1", 0)
-    port = int(bound.getsockname()[1])
-    chosen = DashboardSettings(admin_address="127.0.0.1:9", status_interval_s=0.1, **settings)
-    feed = Feed(chosen)
-    page = Page(feed, chosen, load_assets())
-    runner = web.AppRunner(page.application(frozenset({f"127.0.0.1:{port}"})), shutdown_timeout=1.0)
-    await runner.setup()
-    await web.SockSite(runner, bound).start()
-    await feed.start()
-    try:
-        yield feed, port
-    finally:
-        await feed.stop()
-        await runner.cleanup()
-
-
-@contextlib.asynccontextmanager
 async def slow_stream(port: int) -> AsyncIterator[socket.socket]:
     """A browser that has asked for the stream and reads nothing."""
     with contextlib.closing(socket.socket()) as slow:
@@ -449,3 +369,15 @@ async def test_the_actor_serves_in_a_thread_of_its_own() -> None:
         await asyncio.to_thread(actor.stop)
         with pytest.raises(aiohttp.ClientConnectionError):
             await client.get(url)
+
+
+async def test_a_page_whose_streams_fail_can_be_stopped_at_any_moment() -> None:
+    for turn in range(20):
+        async with asyncio.timeout(WAIT_S), rig(backoff_max_s=0.06) as r:
+            r.service.refuse = grpc.StatusCode.UNAUTHENTICATED
+            r.service.tokens = {"x" * 20: "read"}
+            asked = len(r.service.calls)
+            while True:
+                if len(r.service.calls) > asked + turn % 3:
+                    break
+                await asyncio.sleep(0)

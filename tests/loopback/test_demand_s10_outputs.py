@@ -1,6 +1,6 @@
 """S10: what a tenant sends comes out of nothing but its own answer: no token, row, gate weight or
-header of a call stands in a log, a metric, an error, a report or the audit log, whatever goes
-wrong with it."""
+header of a call stands in a log, a metric, a span, an error, a report or the audit log, whatever
+goes wrong with it."""
 
 import json
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from moe_serve.rpc import codec, dispatch_pb2, dispatch_pb2_grpc
 from moe_serve.rpc.auth import Role, bearer_metadata
 from tests.fake_shards import HIDDEN, FakeWorld, marker_spec, router_settings
 from tests.fakes.secured import TOKENS, token_file
+from tests.fakes.traces import PARENT, TRACE_ID, KeptSpans
 
 ROW = 7351.25
 GATE = 0.6180339
@@ -67,7 +68,7 @@ def requests() -> Iterator[tuple[str, dispatch_pb2.ForwardRequest]]:
     mask.row_valid = TEXT.encode()
     yield "mask", mask
     large = marked()
-    large.request_id = "r" * 200
+    large.request_id = "i" * 200
     yield "request id", large
 
 
@@ -77,8 +78,9 @@ async def test_s10_nothing_a_tenant_sends_comes_out_elsewhere(
 ) -> None:
     world = FakeWorld(marker_spec())
     world.place()
-    settings = router_settings(world.spec, token_file=token_file(tmp_path))
-    core = RouterCore(settings, world.open_channel)
+    settings = router_settings(world.spec, token_file=token_file(tmp_path), slow_request_s=1e-9)
+    kept = KeptSpans(share=1.0)
+    core = RouterCore(settings, world.open_channel, traces=kept.of("r0"))
     core.install_table(world.table())
     server = RouterServer(core)
     await server.start()
@@ -90,6 +92,9 @@ async def test_s10_nothing_a_tenant_sends_comes_out_elsewhere(
             right = bearer_metadata(TOKENS[Role.DISPATCH])
             callers = {
                 "": (*right, ("x-tenant", TEXT), ("x-tenant-bin", TEXT.encode())),
+                "traced ": (*right, ("traceparent", PARENT), ("x-tenant", TEXT)),
+                "wrong trace ": (*right, ("traceparent", PARENT), ("tracestate", TEXT)),
+                "no trace ": (*right, ("traceparent", TEXT), ("tracestate", f"a={TEXT}")),
                 "wrong token ": (*bearer_metadata(WRONG), ("x-tenant", TEXT)),
                 "wrong role ": bearer_metadata(TOKENS[Role.READ]),
             }
@@ -111,16 +116,21 @@ async def test_s10_nothing_a_tenant_sends_comes_out_elsewhere(
             told.append(repr(core.report(0)))
     finally:
         await server.stop(0.0)
-    assert endings["good"] == "OK"
-    refused = {what: code for what, code in endings.items() if what != "good"}
+    served = {"good", "traced good", "wrong trace good", "no trace good"}
+    assert {what: endings[what] for what in served} == dict.fromkeys(served, "OK")
+    refused = {what: code for what, code in endings.items() if what not in served}
     assert "OK" not in refused.values(), refused
     assert set(refused.values()) >= {"INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED"}
     out = capfd.readouterr()
     logs = out.out + out.err
     assert "call refused" in logs, "what is searched is what was written"
+    assert "slow request" in logs
+    spans = "\n".join(span.to_json() for span in kept.all())
+    for word in ("Forward", "sub-call", "invalid_argument", "unavailable", TRACE_ID):
+        assert word in spans, "what is searched is what was told"
     found = [
         (mark, where)
-        for where, text in (("logs", logs), ("answers", "\n".join(told)))
+        for where, text in (("logs", logs), ("answers", "\n".join(told)), ("spans", spans))
         for mark in marks()
         if mark in text.encode()
     ]

@@ -1,11 +1,11 @@
-"""Panels into a PNG file, with zlib alone: a chart needs no plotting library on a server.
+"""Images into a PNG file, with zlib alone: a chart needs no plotting library on a server.
 
-Responsible for the file. The same panels give the same bytes. Called by the replay command.
+Responsible for the file. The same image gives the same bytes. Called by the commands replay and
+heat.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -13,7 +13,9 @@ from pathlib import Path
 
 from moe_serve.cli.charts.panel import Panel
 from moe_serve.cli.charts.raster import PALETTE, Image, draw
-from moe_serve.errors import InvalidArgument
+from moe_serve.cli.whole_file import write_whole
+
+Palette = Sequence[tuple[int, int, int]]
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 INDEXED = 3
@@ -21,39 +23,27 @@ INDEXED = 3
 
 
 def write_png(file: Path, panels: Sequence[Panel]) -> None:
-    """Draw the panels below each other into a file; an older one is replaced, by a whole one or not
-    at all. Raises InvalidArgument where it cannot be written, or is no regular file."""
-    data = encode_png(draw(panels))
-    try:
-        if file.exists() and not file.is_file():
-            raise InvalidArgument(
-                f"--png {file} cannot be written: it is no regular file; name one in a folder that "
-                "exists"
-            )
-        fresh = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-        try:
-            fresh.write_bytes(data)
-            fresh.replace(file)
-        finally:
-            fresh.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InvalidArgument(
-            f"--png {file} cannot be written: {reason}; name a file in a folder that exists"
-        ) from error
+    """Draw the panels below each other into a file. Raises as `write_image`."""
+    write_image(file, draw(panels))
 
 
-def encode_png(image: Image) -> bytes:
-    """An image [height, width] of numbers in PALETTE as PNG."""
+def write_image(file: Path, image: Image, palette: Palette = PALETTE) -> None:
+    """An image into a file; an older one is replaced, by a whole one or not at all. Raises
+    InvalidArgument where it cannot be written, or is no regular file."""
+    write_whole(file, encode_png(image, palette), "--png")
+
+
+def encode_png(image: Image, palette: Palette = PALETTE) -> bytes:
+    """An image uint8 [height, width] of numbers in a palette of at most 256 colours as PNG."""
     height, width = image.shape
     header = struct.pack(">IIBBBBB", width, height, 8, INDEXED, 0, 0, 0)
-    palette = b"".join(bytes(colour) for colour in PALETTE)
+    colours = b"".join(bytes(colour) for colour in palette)
     # Each row begins with the number of its filter: 0, none.
     rows = b"".join(b"\0" + row.tobytes() for row in image)
     return SIGNATURE + b"".join(
         (
             _chunk(b"IHDR", header),
-            _chunk(b"PLTE", palette),
+            _chunk(b"PLTE", colours),
             _chunk(b"IDAT", zlib.compress(rows, 9)),
             _chunk(b"IEND", b""),
         )

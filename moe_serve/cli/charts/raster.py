@@ -64,18 +64,18 @@ def _y(share: float) -> float:
 
 
 def _axes(part: Image, panel: Panel, scale: Scale) -> None:
-    _text(part, panel.title, LEFT, 8, INK)
+    put_text(part, panel.title, LEFT, 8, INK)
     for tick in scale.ticks:
         row = round(_y(scale.share(tick)))
         part[row, LEFT : PAGE_WIDTH - RIGHT] = GRID
         label = scale.shown(tick)
-        _text(part, label, LEFT - 8 - LETTER * len(label), row - HEIGHT * SIZE // 2, INK)
+        put_text(part, label, LEFT - 8 - LETTER * len(label), row - HEIGHT * SIZE // 2, INK)
     part[round(_y(1.0)) : round(_y(0.0)) + 1, LEFT - 1] = INK
     part[round(_y(0.0)), LEFT - 1 : PAGE_WIDTH - RIGHT] = INK
     last = str(max(panel.num_places - 1, 0))
     below = PANEL_HEIGHT - BOTTOM + 8
-    _text(part, "0", LEFT, below, INK)
-    _text(part, last, PAGE_WIDTH - RIGHT - LETTER * len(last), below, INK)
+    put_text(part, "0", LEFT, below, INK)
+    put_text(part, last, PAGE_WIDTH - RIGHT - LETTER * len(last), below, INK)
 
 
 def _line(part: Image, one: Series, scale: Scale, places: int, colour: int) -> None:
@@ -105,12 +105,12 @@ def _legend(part: Image, series: Sequence[Series], colours: dict[str, int]) -> N
         if left + wide > PAGE_WIDTH:
             left, row = LEFT, row + HEIGHT * SIZE + 2
         part[row + 5 : row + 9, left : left + 16] = colours[one.name]
-        _text(part, one.name, left + 22, row, INK)
+        put_text(part, one.name, left + 22, row, INK)
         left += wide
 
 
-def _text(part: Image, text: str, left: int, top: int, colour: int) -> None:
-    """Cut off at the edges."""
+def put_text(part: Image, text: str, left: int, top: int, colour: int) -> None:
+    """Write a text into an image, cut off at the edges; left, top: pixels of its corner."""
     seen = np.kron(dots(text), np.ones((SIZE, SIZE), dtype=np.bool_))
     seen = seen[max(-top, 0) :, max(-left, 0) :]
     top, left = max(top, 0), max(left, 0)

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from moe_serve.bootstrap.record import ServiceRecord, read_record, state_home
+from moe_serve.bootstrap.named_files import NamedFile, named_files
+from moe_serve.bootstrap.record import ServiceRecord, read_record, recorded_services
 from moe_serve.cli.admin import Admin, AdminTarget
 from moe_serve.cli.checks.row import Check, Level
 from moe_serve.cli.exits import CannotReach
@@ -15,7 +16,6 @@ from moe_serve.config import ServiceConfig
 from moe_serve.errors import MoeServeError, NotFound, StartRefused
 from moe_serve.rpc import placement_pb2 as pb
 from moe_serve.rpc.auth import Role, TokenFile
-from moe_serve.rpc.options import channel_credentials
 
 TOPIC = "services"
 Connect = Callable[[AdminTarget], Admin]
@@ -23,9 +23,7 @@ Connect = Callable[[AdminTarget], Admin]
 
 def service_checks(connect: Connect) -> list[Check]:
     """One row a recorded service."""
-    names = sorted(
-        file.name.removesuffix(".service.json") for file in state_home().glob("*.service.json")
-    )
+    names = recorded_services()
     if not names:
         return [Check(TOPIC, "recorded", Level.NOTE, "none")]
     return [_service(name, connect) for name in names]
@@ -60,21 +58,16 @@ def _placement(record: ServiceRecord, connect: Connect) -> pb.GetPlacementRespon
 
 def file_checks(config: ServiceConfig) -> list[Check]:
     """Token and TLS files that the service file names."""
-    security = config.security
-    rows = []
-    if security.token_file is not None:
-        rows.append(_readable("token file", lambda: TokenFile(security.token_file or Path())))
-    if security.tls_ca_file is not None:
-        rows.append(_readable("TLS authority", lambda: channel_credentials(security.tls_ca_file)))
-    if security.accept_insecure:
+    rows = [_readable(one) for one in named_files(config)]
+    if config.security.accept_insecure:
         detail = "accepted: gRPC without token and TLS"
         rows.append(Check(TOPIC, "insecure", Level.WARN, detail))
     return rows
 
 
-def _readable(name: str, read: Callable[[], object]) -> Check:
+def _readable(one: NamedFile) -> Check:
     try:
-        read()
+        one.read()
     except StartRefused as error:
-        return Check(TOPIC, name, Level.FAIL, error.message)
-    return Check(TOPIC, name, Level.OK, "readable, well-formed, closed to others")
+        return Check(TOPIC, one.name, Level.FAIL, error.message)
+    return Check(TOPIC, one.name, Level.OK, "readable, well-formed, closed to others")

@@ -19,6 +19,7 @@ from moe_serve.cli.options import (
 )
 from moe_serve.cli.output import Output, OutputFormat
 from moe_serve.cli.plain import plain
+from moe_serve.cli.progress import bar
 from moe_serve.cli.rolling import NO_ANSWER, Clock, PartGroup, Roll, until_answered
 from moe_serve.rpc import placement_pb2 as pb
 
@@ -138,7 +139,7 @@ def roll(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
     Each is emptied or drained first and back before the next goes. Stops at the first failure.
     """
     out = Output(output)
-    with admin_of(ctx, address, service) as admin:
+    with admin_of(ctx, address, service) as admin, bar(out, "rolling", None) as shown:
         rolling = Roll(
             admin,
             out.note,
@@ -146,6 +147,7 @@ def roll(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
             accept_lower_floor=accept_lower_floor,
             accept_gap=accept_gap,
             accept_problems=accept_problems,
+            tell=shown.tell,
         )
         rolling.run(tuple(only) if only else tuple(PartGroup))
     out.data({"replaced": rolling.replaced}, [f"replaced: {', '.join(rolling.replaced)}"])

@@ -74,7 +74,7 @@ def apply(
     out = Output(output)
     with admin_of(ctx, address, service) as admin:
         message = admin.apply_plan(plan_id, check)
-        done = {} if check or not wait else _ended(admin, plan_id, wait, out)
+        done = {} if check or not wait else wait_for_moves(admin, plan_id, wait, out)
     said = message or "accepted"
     out.data(
         {"plan_id": plan_id, "checked_only": check, "message": message, "moves": done},
@@ -84,7 +84,7 @@ def apply(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _ended(admin: Admin, plan_id: str, wait_s: float, out: Output) -> dict[int, str]:
+def wait_for_moves(admin: Admin, plan_id: str, wait_s: float, out: Output) -> dict[int, str]:
     """State of each move of the plan by id, when all have ended or the time is over."""
     deadline = time.monotonic() + wait_s
     shown = ""

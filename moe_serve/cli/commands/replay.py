@@ -11,6 +11,20 @@ import typer
 from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.options import OutputOption
 from moe_serve.cli.output import Output, OutputFormat
+from moe_serve.cli.progress import counted
+from moe_serve.cli.trace_options import (
+    DecodeOption,
+    ExpertsOption,
+    FleetOption,
+    FreeOption,
+    MovesOption,
+    RanksOption,
+    SlotsOption,
+    SourceArgument,
+    TopKOption,
+    TraceOptions,
+    WindowOption,
+)
 from moe_serve.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -21,14 +35,6 @@ DEFAULT_POLICY = "incremental"
 POLICIES_MAX = 8
 
 
-SourceArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="JOURNAL|TRACE",
-        help="A folder of state (or its inputs.db); or a trace: .npz, .pt of SGLang's recorder "
-        "or a folder of them, .jsonl of vLLM.",
-    ),
-]
 PolicyOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -37,38 +43,6 @@ PolicyOption = Annotated[
         metavar="NAME",
         help="incremental, eplb or static; several times to compare. Default: incremental for a "
         "trace, the configured one for a journal.",
-    ),
-]
-FleetOption = Annotated[
-    Path | None,
-    typer.Option("--file", "-f", metavar="FILE", help="Trace: model and fleet of this file."),
-]
-RanksOption = Annotated[int, typer.Option(min=1, max=4096, help="Trace: ranks.")]
-SlotsOption = Annotated[
-    int, typer.Option(min=0, help="Trace: slots a rank; 0 = every expert and a quarter more.")
-]
-ExpertsOption = Annotated[
-    int, typer.Option(min=0, help="Trace: experts a layer; 0 = the greatest id + 1.")
-]
-TopKOption = Annotated[
-    int,
-    typer.Option(
-        min=1, max=1024, help="Trace of counts: experts a token uses, to tell its tokens."
-    ),
-]
-WindowOption = Annotated[int, typer.Option(min=1, help="Trace: tokens of a window.")]
-DecodeOption = Annotated[
-    bool, typer.Option("--decode", help="Trace: tokens without a recorded phase are decode.")
-]
-MovesOption = Annotated[
-    int | None,
-    typer.Option(min=0, max=1_000_000, help="Slot writes a plan may hold. Default: as configured."),
-]
-FreeOption = Annotated[
-    bool,
-    typer.Option(
-        "--free-copies",
-        help="Trace: copies cost nothing, so that a plan needs no more than a gain.",
     ),
 ]
 ChartOption = Annotated[bool, typer.Option("--chart", help="Draw balancedness as text.")]
@@ -102,16 +76,7 @@ def replay(  # noqa: PLR0913, PLR0917 - typer wants a parameter for each option
     stepped through today's engine and compared with what was written.
     """
     from moe_serve.cli.recordings import is_journal, read_trace
-    from moe_serve.cli.rehearsal import (
-        check_policies,
-        service_stage,
-        staged_windows,
-        trace_stage,
-        with_limits,
-    )
-    from moe_serve.cli.service_file import read_service_file
-    from placement.config import RebalanceConfig
-    from placement.topology import Phase
+    from moe_serve.cli.rehearsal import check_policies
 
     out = Output(output)
     wanted = tuple(dict.fromkeys(policy or ()))
@@ -121,27 +86,14 @@ def replay(  # noqa: PLR0913, PLR0917 - typer wants a parameter for each option
     if is_journal(source):
         _journal(source, wanted, max_moves, show)
         return
+    options = TraceOptions(
+        file, ranks, slots, experts, top_k, window_tokens, decode, max_moves, free_copies
+    )
     trace = read_trace(source)
-    if file is not None:
-        stage = service_stage(trace, read_service_file(file))
-    else:
-        stage = trace_stage(
-            trace,
-            num_experts=experts,
-            num_ranks=ranks,
-            num_slots=slots,
-            top_k=top_k,
-            config=RebalanceConfig(cooldown_s=1.0),
-        )
-    stage = with_limits(stage, max_moves=max_moves, free_copies=free_copies)
+    stage = options.stage(trace)
     policies = wanted or (DEFAULT_POLICY,)
     check_policies(stage, policies)
-    windows, stage = staged_windows(
-        trace,
-        stage,
-        window_tokens=window_tokens,
-        phase=Phase.DECODE if decode else Phase.PREFILL,
-    )
+    windows, stage = options.windows(trace, stage)
     for note in trace.notes:
         out.note(f"{source.name}: {note}")
     show.replayed(windows, stage, policies)
@@ -177,7 +129,9 @@ class _Show:
         from placement.replay import compare
 
         self._out.note(stage_line(stage, self._source, policies))
-        found = compare(windows, stage.spec, stage.topology, stage.config, policies)
+        # Foresight goes through the windows, then each policy, then the bound.
+        with counted(self._out, "replaying", windows, passes=2 + len(policies)) as told:
+            found = compare(told, stage.spec, stage.topology, stage.config, policies)
         panels = replay_panels(found, measured)
         if self._png is not None:
             write_png(self._png, panels)

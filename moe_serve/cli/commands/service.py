@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +20,10 @@ from moe_serve.bootstrap.size import SizeReport
 from moe_serve.cli.exits import CannotReach, ExitCode
 from moe_serve.cli.options import FileOption, OutputOption
 from moe_serve.cli.output import Output, OutputFormat
+from moe_serve.cli.progress import Steps, steps
 from moe_serve.cli.service_file import read_service_file
 from moe_serve.cli.views.deployment import (
+    died_line,
     intent_line,
     nodes_parts,
     nodes_plain,
@@ -132,22 +135,24 @@ def up(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
         for part in nodes_parts(checks):
             out.note_part(part)
 
-    def start() -> ServiceRecord:
+    def start(shown: Steps) -> ServiceRecord:
         return service.up(
             config,
             config_file=str(file),
             address=ray_address,
             ship=ship,
             wait_s=wait,
-            progress=out.note,
+            progress=shown.say,
             on_checks=show_nodes,
+            on_filled=shown.tell,
         )
 
     end_as_interrupted()
     if keep:
-        _keep(config.service, file, start, out)
+        _keep(config.service, file, partial(start, Steps(out)), out)
         return
-    record = start()
+    with steps(out) as shown:
+        record = start(shown)
     out.data(record_plain(record), record_parts(record))
 
 
@@ -174,29 +179,38 @@ def _rehearse(
 ) -> bool:
     """Everything `up` checks; on a running cluster also its nodes. True where it would start.
 
-    Raises StartRefused where the journal of an earlier start, or a token or TLS file, would be
-    refused."""
-    from moe_serve.bootstrap import service
+    Raises StartRefused where the service runs already, and where the journal of an earlier start,
+    or a token or TLS file, would be refused."""
+    from moe_serve.bootstrap import refusals
 
-    service.check_journal(config)
+    dead = refusals.check_not_running(config.service)
+    refusals.check_journal(config)
     checks: list[NodeCheck] = []
     if not ray_address:
-        service.check_files(config)
+        refusals.check_files(config)
     else:
         from moe_serve.bootstrap.preflight import preflight
+        from moe_serve.bootstrap.service import command_connected
 
         join_auth(os.environ, Path.home())
         folder = str(service_dir(config.service, config.state_dir))
-        with service.command_connected(ray_address, ship=ship):
+        with command_connected(ray_address, ship=ship):
             from moe_serve.bootstrap.fleet import alive_nodes
 
+            refusals.check_no_actors(config.service)
             checks = preflight(config, alive_nodes(), folder, report.slot_bytes)
     fit = report.fits and not any(check.problems for check in checks)
     out.data(
-        {"would_start": fit, "size": size_plain(report), "nodes": nodes_plain(checks)},
+        {
+            "would_start": fit,
+            "replaces_dead": dead is not None,
+            "size": size_plain(report),
+            "nodes": nodes_plain(checks),
+        },
         [
             *size_parts(report),
             *(nodes_parts(checks) if checks else []),
+            *([died_line(config.service)] if dead is not None else []),
             intent_line(config, ray_address) if fit else "Would be refused. Nothing was started.",
         ],
     )
@@ -226,5 +240,6 @@ def down(
 
     from moe_serve.bootstrap import service
 
-    record = service.down(name, progress=out.note)
+    with steps(out) as shown:
+        record = service.down(name, progress=shown.say)
     out.data({"service": record.service, "down": True}, [f"Service {record.service} is down"])

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Group
-from rich.live import Live
 
 from moe_serve.bootstrap.record import refresh_record
 from moe_serve.cli.admin import Admin
@@ -14,6 +13,7 @@ from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.options import AddressOption, OutputOption, ServiceOption, admin_of
 from moe_serve.cli.output import Output, OutputFormat
 from moe_serve.cli.views.status import degraded, status_parts, status_plain
+from moe_serve.cli.watching import Following, Watch, keys_read, show_live
 from moe_serve.errors import Unavailable
 from moe_serve.rpc import placement_pb2 as pb
 
@@ -24,7 +24,8 @@ def status(
         bool, typer.Option("--check", help="Exit 5 where something is wrong, for scripts.")
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show it again at every change, until Ctrl-C.")
+        bool,
+        typer.Option("--watch", "-w", help="Show it again at every change, until `q` or Ctrl-C."),
     ] = False,
     address: AddressOption = "",
     service: ServiceOption = "",
@@ -61,11 +62,16 @@ def _keep_record(placement: pb.GetPlacementResponse) -> None:
 
 
 def _watch(admin: Admin, out: Output) -> None:
-    if out.json or not out.out.is_terminal:
+    if out.for_programs or not out.out.is_terminal:
         for placement in admin.watch_placement():
             load = _load(admin)
             out.line(status_plain(placement, load), Group(*status_parts(placement, load)))
         return
-    with Live(console=out.out, auto_refresh=False, screen=True) as live:
-        for placement in admin.watch_placement():
-            live.update(Group(*status_parts(placement, _load(admin))), refresh=True)
+    follow = Following(admin.watch_placement)
+
+    def ask() -> tuple[pb.GetPlacementResponse, pb.GetLoadResponse | None]:
+        placement = follow()
+        return placement, _load(admin)
+
+    with Watch(ask, 0.0) as watched, keys_read() as wait_key:
+        show_live(out.out, watched, lambda seen, _: status_parts(*seen), wait_key)

@@ -52,7 +52,7 @@ def read_dumps(files: Sequence[Path]) -> CountTrace:
             f"{files[0].parent} holds {len(files)} dumps, at most {DUMPS_MAX} are read"
         )
     files = sorted(files)
-    dumps = [_load(file) for file in files]
+    dumps = [load_mapping(file) for file in files]
     if len(dumps) == 1 and WINDOW_KEYS[0] in dumps[0]:
         arrays = {}
         for name in WINDOW_KEYS:
@@ -88,7 +88,9 @@ def _of_file(error: EplbError, files: Sequence[Path]) -> EplbError:
     )
 
 
-def _load(file: Path) -> Mapping[str, Any]:
+def load_mapping(file: Path) -> Mapping[str, Any]:
+    """The mapping that `torch.save` put into a file: tensors and plain values, nothing else is ever
+    loaded. Raises InvalidArgument, ResourceExhausted."""
     with reading(file):
         check_file(file)
         _check_archive(file)

@@ -98,6 +98,11 @@ def intent_line(config: ServiceConfig, ray_address: str) -> str:
     )
 
 
+def died_line(service: str) -> str:
+    """That a service of the name was up here and is not any more."""
+    return f"A service {service} is recorded here and does not run: what it left is cleared away"
+
+
 def record_parts(record: ServiceRecord) -> list[RenderableType]:
     """Where a service that is up can be reached, and what to run next."""
     page = [f"  page     {record.dashboard_url}"] if record.dashboard_url else []

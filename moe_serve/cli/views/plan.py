@@ -27,7 +27,7 @@ def plan_parts(plan: pb.PlanView, placement: pb.GetPlacementResponse) -> list[Re
             f"{plan.balancedness_before:.3f} -> {plan.balancedness_after:.3f}), "
             "predicted, not measured"
         )
-    parts.append(f"Plan: {_price(plan)}")
+    parts.append(f"Plan: {price_line(plan)}")
     parts += [f"Refused: {reason}" for reason in plan.refused]
     if plan.moves and plan.plan_id:
         parts.append(f"Nothing moved. Run: moe-serve apply {plan.plan_id}")
@@ -36,7 +36,8 @@ def plan_parts(plan: pb.PlanView, placement: pb.GetPlacementResponse) -> list[Re
     return parts
 
 
-def _price(plan: pb.PlanView) -> str:
+def price_line(plan: pb.PlanView) -> str:
+    """What it moves, what that costs and what it saves."""
     text = moves_sum(plan.moves)
     if not plan.moves:
         return text

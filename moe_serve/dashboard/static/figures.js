@@ -1,26 +1,30 @@
 // From documents to figures: typed arrays, what a cell means, how it is said in words.
 
 /** Bytes of base64. */
-function bytes(/** @type {string} */ text) {
+export function bytes(/** @type {string} */ text) {
   const raw = atob(text);
   const out = new Uint8Array(raw.length);
   for (let i = 0; i < raw.length; i++) out[i] = raw.charCodeAt(i);
   return out;
 }
 
-/** Packed counts (u16 with a scale) as numbers. @returns {Float64Array} */
-function counts(/** @type {{scale: number, data: string}} */ packed) {
+/** Packed counts (u16 with a scale) as numbers a second. @returns {Float64Array} */
+function counts(/** @type {{scale: number, data: string}} */ packed, /** @type {number} */ window_s) {
+  const by = packed.scale / window_s;
   const units = new Uint16Array(bytes(packed.data).buffer);
-  return Float64Array.from(units, (n) => n * packed.scale);
+  const out = new Float64Array(units.length);
+  for (let i = 0; i < units.length; i++) out[i] = units[i] * by;
+  return out;
 }
 
 /** A frame with its arrays ready: `load` [phases][layers * experts], `rankPairs` [ranks * layers], pairs a second. */
 export function readFrame(/** @type {any} */ doc) {
   const cells = doc.layers * doc.experts;
   const window_s = Math.max(1e-9, doc.end_s - doc.start_s);
-  const all = counts(doc.load).map((n) => n / window_s);
+  const all = counts(doc.load, window_s);
   const load = Array.from({ length: doc.phases }, (_, p) => all.subarray(p * cells, (p + 1) * cells));
-  return { ...doc, window_s, load, rankPairs: counts(doc.rank_pairs).map((n) => n / window_s) };
+  const replicasThen = doc.replicas ? bytes(doc.replicas) : null;
+  return { ...doc, window_s, load, replicasThen, rankPairs: counts(doc.rank_pairs, window_s) };
 }
 
 /** A placement with its arrays ready: `replicas` [layers * experts], `pair` and `slotState` [ranks * width]. */
@@ -43,7 +47,7 @@ export function loadOf(/** @type {any} */ frame, /** @type {string} */ phase) {
   const load = new Float64Array(cells);
   for (const part of chosen) for (let i = 0; i < cells; i++) load[i] += part[i];
   const layerSum = new Float64Array(frame.layers);
-  for (let i = 0; i < cells; i++) layerSum[Math.floor(i / frame.experts)] += load[i];
+  for (let layer = 0, i = 0; layer < frame.layers; layer++) for (let e = 0; e < frame.experts; e++, i++) layerSum[layer] += load[i];
   return { load, layerSum };
 }
 
@@ -80,58 +84,3 @@ export class SlowRange {
 
 /** Position 0..1 of a load on a log scale. */
 export const onScale = (/** @type {number} */ n, /** @type {SlowRange} */ range) => Math.log(Math.max(n, range.low) / range.low) / Math.log(range.high / range.low);
-
-const UNITS = ["", "k", "M", "G", "T"];
-
-/** Three digits and a unit: 1234 -> "1.23k". */
-export function short(/** @type {number} */ n) {
-  if (!Number.isFinite(n)) return "–";
-  let i = 0;
-  while (Math.abs(n) >= 999.5 && i < UNITS.length - 1) { n /= 1000; i++; }
-  return (n >= 100 || (i === 0 && Number.isInteger(n)) ? n.toFixed(0) : n >= 10 ? n.toFixed(1) : n.toFixed(2)) + UNITS[i];
-}
-
-/** Bytes in binary units: "42.0 MiB". */
-export function mib(/** @type {number} */ n) {
-  if (!n) return "–";
-  const names = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let i = 0;
-  while (n >= 1024 && i < names.length - 1) { n /= 1024; i++; }
-  return `${n.toFixed(i && n < 1000 ? 1 : 0)} ${names[i]}`;
-}
-
-/** Seconds for people: "0.4 s", "12 s", "3 min", "2 h". */
-export function span(/** @type {number} */ s) {
-  if (s < 10) return `${Math.max(0, s).toFixed(1)} s`;
-  if (s < 90) return `${Math.round(s)} s`;
-  if (s < 5400) return `${Math.round(s / 60)} min`;
-  return `${Math.round(s / 3600)} h`;
-}
-
-/** One cell in a sentence, for eyes and for screen readers. */
-export function sayCell(/** @type {any} */ frame, /** @type {any} */ placement, /** @type {any} */ cell) {
-  const { layer, expert } = cell;
-  const i = layer * (frame ?? placement).experts + expert;
-  const words = [`Layer ${layer}, expert ${expert}`];
-  if (frame) {
-    const { load, layerSum } = loadOf(frame, "all");
-    if (load[i] > 0) {
-      const row = load.subarray(layer * frame.experts, (layer + 1) * frame.experts);
-      const rank = 1 + row.filter((n) => n > load[i]).length;
-      words.push(`${short(load[i])} pairs/s (prefill ${short(frame.load[0][i])}, decode ${short(frame.load[1]?.[i] ?? 0)})`);
-      words.push(`${fairShare(load[i], layerSum[layer], frame.experts).toFixed(2)}× fair share, number ${rank} of ${frame.experts} in its layer`);
-    } else words.push("no tokens in this window");
-  }
-  if (placement) {
-    const ranks = [];
-    for (let r = 0; r < placement.ranks.length; r++) {
-      for (let s = 0; s < placement.width; s++) {
-        const at = r * placement.width + s;
-        if (placement.pair[at] === i && placement.states[placement.slotState[at]] === "LISTED") ranks.push(placement.ranks[r].rank);
-      }
-    }
-    const n = placement.replicas[i];
-    words.push(n === 0 ? "no listed replica" : `${n === 1 ? "1 replica on rank" : `${n} replicas on ranks`} ${ranks.join(", ")}`);
-  }
-  return words.join(" · ");
-}

@@ -1,7 +1,9 @@
 // The top of the page: what is served, how it is, and whether the figures may be believed.
-import { age_s, beforePlan, dark, frame, html, moving, moves, placement, status, theme, worth } from "./state.js";
-import { short, span } from "./figures.js";
+import { age_s, beforePlan, dark, frame, held, html, moving, moves, placement, status, theme, worth } from "./state.js";
+import { short, span } from "./words.js";
 import { KINDS } from "./moves.js";
+import { OperatorButton } from "./operator.js";
+import { showPlan } from "./url.js";
 
 const WORTH = {
   live: ["●", "live"],
@@ -24,15 +26,15 @@ function State() {
   const running = moves.value.filter((m) => m.state === "running" || m.state === "planned");
   const plan = running.length ? running[running.length - 1].plan_id : "";
   const all = moves.value.filter((m) => m.plan_id === plan);
-  const many = state === "moving" && all.length ? ` ${all.filter((m) => m.state === "done").length}/${all.length}` : "";
-  return html`<span class=${`pill is-${state}`}><span aria-hidden="true">${STATES[state] ?? "?"}</span> ${state}${many}</span>${p && GONE.has(worth.value) && html` <small>last known</small>`}`;
+  const count = state === "moving" && all.length ? ` ${all.filter((m) => m.state === "done").length}/${all.length}` : "";
+  return html`<span class=${`pill is-${state}`}><span aria-hidden="true">${STATES[/** @type {keyof typeof STATES} */ (state)] ?? "?"}</span> ${state}${count}</span>${p && GONE.has(worth.value) && html` <small>last known</small>`}`;
 }
 
 function Imbalance() {
   const f = frame.value;
   const before = beforePlan.value;
   if (!f) return "–";
-  return html`<b data-figure="imbalance">${f.imbalance.toFixed(2)}</b>${before && html` <small>${before.imbalance.toFixed(2)} before last plan</small>`}`;
+  return html`<b data-figure="imbalance">${f.imbalance.toFixed(2)}</b>${before && html` <small>${before.imbalance.toFixed(2)} before <button type="button" class="link" onClick=${() => showPlan(before.mark.plan_id)}>last plan</button></small>`}`;
 }
 
 function Rate() {
@@ -62,12 +64,22 @@ export function Banner() {
   };
   const line = lines[/** @type {keyof typeof lines} */ (worth.value)];
   const problems = p && worth.value !== "lost" ? p.problems : [];
-  if (!line && !problems.length) return null;
+  const paused = p?.state === "paused" && worth.value !== "lost" && !line;
+  const missing = frame.value?.sources_missing ?? [];
+  const partly = missing.length > 0 && worth.value === "live" ? `The newest window lacks ${missing.join(", ")}: its load is shown too low.` : "";
+  if (!line && !problems.length && !paused && !partly && !held.value) return null;
   return html`<div class="banner" role="status">
     ${line && html`<p data-figure="banner">${line}</p>`}
+    ${held.value && html`<p data-figure="held">The picture is held at window ${frame.value?.window ?? "–"}. Press p or Go on to follow again.</p>`}
+    ${paused && html`<p data-figure="paused"><span aria-hidden="true">❚❚</span> Placement is paused: nothing moves by itself. Serving goes on.</p>`}
+    ${partly && html`<p class="problem"><span aria-hidden="true">▲</span> ${partly}</p>`}
     ${problems.map((/** @type {string} */ text) => html`<p class="problem"><span aria-hidden="true">▲</span> ${text}</p>`)}
   </div>`;
 }
+
+/** What stands at the end of the row of tabs. */
+export const Controls = () => html`<div class="controls"><${OperatorButton}/>
+  <button type="button" class="quiet" onClick=${() => { theme.value = dark.value ? "light" : "dark"; }}>${dark.value ? "Light" : "Dark"}</button></div>`;
 
 export function Header() {
   const p = placement.value;
@@ -78,11 +90,8 @@ export function Header() {
   return html`<header>
     <div class="brand">
       <img src="/static/icon.svg" alt="" width="30" height="30"/>
-      <div><h1>${p?.model || "moe_serve"}</h1>
-      <p>${p ? `${p.layers} layers × ${p.experts} experts · top-${p.top_k} · policy ${p.policy || "–"}` : "no placement yet"}
-        ${p?.simulated && html` <span class="tag" title="Expert GEMM times come from the cost model, not from a device">simulated</span>`}
-        ${p?.accepts_insecure && html` <span class="tag bad">insecure</span>`}</p></div>
-      <button type="button" class="quiet" onClick=${() => { theme.value = dark.value ? "light" : "dark"; }}>${dark.value ? "Light" : "Dark"}</button>
+      <div><h1>${p?.model || "moe_serve"}</h1>${p?.simulated && html`<span class="tag" title="Expert GEMM times come from the cost model, not from a device">simulated</span>`}${p?.accepts_insecure && html`<span class="tag bad" title="Calls without a token are accepted">insecure</span>`}
+      <p>${p ? `${p.layers} layers × ${p.experts} experts · top-${p.top_k} · policy ${p.policy || "–"}` : "no placement yet"}</p></div>
     </div>
     <dl class="figures">
       <${Figure} wide name="Imbalance" title=${`Sum over layers of the busiest rank / sum of the mean over ranks, minus 1. 0 is even.${frame.value ? ` Balancedness ${frame.value.balancedness.toFixed(3)}.` : ""}`}><${Imbalance}/><//>

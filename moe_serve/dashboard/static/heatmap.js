@@ -1,67 +1,71 @@
-// The canvas: layers x experts. Small maps get cells with gaps; large ones are written one pixel a
-// cell and scaled without smoothing, which is the only way that keeps up at 58 x 256.
-import { HEAT, at, css, ink, share } from "./lut.js";
-import { fairShare, loadOf, onScale } from "./figures.js";
+// The canvas of the map: its size, what is under the pointer, a rectangle dragged to zoom.
+import { paintCells, paintMarks } from "./heatpaint.js";
+import { expertAt } from "./heatview.js";
 
-const LEFT = 40;
+const LEFT = 44;
 const TOP = 20;
 const RIGHT = 96;
 const BARS_MAX = 240;
-/** Room for the number beside a bar. */
-const NUMBER = 46;
 const BOTTOM = 4;
 const CELL_MAX = 44;
+/** Of a part that is zoomed to. */
+const ZOOM_CELL_MAX = 84;
 const ROW_MAX = 36;
 const ROWS_HEIGHT = 470;
 /** Cells of at least this size have gaps and may hold a number. */
 const ROOMY = 12;
-export const SHARE_CLAMP = 8;
-
-/** Position 0..1 in the table, or -1 for "no tokens". */
-function position(/** @type {any} */ view, /** @type {number} */ i) {
-  if (view.mode === "replicas") return view.replicas[i] === 0 ? -1 : Math.min(1, 0.12 + (view.replicas[i] - 1) / Math.max(3, view.replicasTop - 1));
-  const n = view.load[i];
-  if (!(n > 0)) return -1;
-  if (view.mode === "share") return 0.5 + Math.log2(fairShare(n, view.layerSum[Math.floor(i / view.experts)], view.experts)) / (2 * Math.log2(SHARE_CLAMP));
-  return onScale(n, view.range);
-}
-
-/** What is drawn, worked out once a change. @returns {any} null while nothing is known */
-export function heatView(/** @type {any} */ { frame, placement, mode, phase, range, dark }) {
-  const source = frame ?? placement;
-  if (!source || (mode !== "replicas" && !frame) || (mode === "replicas" && !placement)) return null;
-  const replicas = placement && placement.experts === source.experts && placement.layers === source.layers ? placement.replicas : null;
-  if (mode === "replicas" && !replicas) return null;
-  const figures = frame ? loadOf(frame, phase) : { load: null, layerSum: null };
-  return {
-    ...figures, mode, range, dark, replicas,
-    layers: source.layers, experts: source.experts,
-    layerImbalance: frame?.layer_imbalance ?? [],
-    missing: placement?.missing ?? new Set(),
-    replicasTop: replicas ? replicas.reduce((a, b) => Math.max(a, b), 1) : 1,
-    table: mode === "share" ? share(dark) : HEAT,
-  };
-}
+const DRAG_PX = 6;
 
 export class HeatMap {
-  /** @param {HTMLCanvasElement} canvas @param {(cell: any, chosen: boolean) => void} onCell */
-  constructor(canvas, onCell) {
+  /**
+   * @param {HTMLCanvasElement} canvas
+   * @param {{point: (cell: any) => void, choose: (cell: any) => void, zoom: (part: number[] | null) => void}} on
+   */
+  constructor(canvas, on) {
     this.canvas = canvas;
     this.pen = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
     this.small = document.createElement("canvas");
+    this.on = on;
     /** @type {any} */
     this.view = null;
     /** @type {any} */
     this.marks = { cell: null, layer: 0, moving: [] };
+    /** @type {any} where a drag began and is, in cells */
+    this.drag = null;
     this.queued = false;
-    new ResizeObserver(() => this.ask()).observe(/** @type {Element} */ (canvas.parentElement));
-    canvas.addEventListener("pointermove", (e) => { const cell = this.cellAt(e); if (cell) onCell(cell, false); });
-    canvas.addEventListener("click", (e) => { const cell = this.cellAt(e); if (cell) onCell(cell, true); });
+    /** @type {string | null} what `under` holds, null = nothing of use */
+    this.base = null;
+    this.under = document.createElement("canvas");
+    /** What its axes say. */
+    this.axes = "";
+    this.room = 0;
+    /** @type {Map<string, string>} of the theme */
+    this.colours = new Map();
+    // Its width is told, not asked for: asking would lay out the whole page before each picture.
+    this.observer = new ResizeObserver(([entry]) => { this.room = entry.contentRect.width; this.ask(); });
+    this.observer.observe(/** @type {Element} */ (canvas.parentElement));
+    canvas.addEventListener("pointerdown", (e) => this.pressed(e));
+    canvas.addEventListener("pointermove", (e) => this.moved(e));
+    canvas.addEventListener("pointerup", (e) => this.released(e));
+    canvas.addEventListener("pointercancel", () => { this.drag = null; this.ask(); });
+    canvas.addEventListener("dblclick", () => on.zoom(null));
   }
 
-  /** @param {any} view from heatView @param {any} marks {cell, layer, moving: [{layer, expert, kind}]} */
-  update(view, marks) {
+  close() {
+    this.observer.disconnect();
+  }
+
+  /** @param {any} view from heatView */
+  show(view) {
+    if (view?.dark !== this.view?.dark) this.colours.clear();
     this.view = view;
+    this.base = null;
+    this.ask();
+  }
+
+  /** @param {any} marks {cell, layer, moving: [{layer, expert, kind}]} */
+  mark(marks) {
+    if (marks.layer !== this.marks.layer) this.base = null;
     this.marks = marks;
     this.ask();
   }
@@ -75,172 +79,99 @@ export class HeatMap {
   /** Sizes in device pixels: whole cells, so that no column is wider than its neighbour. */
   fit() {
     const dpr = devicePixelRatio || 1;
-    const { layers, experts } = this.view;
-    const room = /** @type {Element} */ (this.canvas.parentElement).clientWidth - LEFT - RIGHT;
-    const w = Math.max(1, Math.floor(Math.min(CELL_MAX, room / experts) * dpr));
-    const h = Math.max(2, Math.floor(Math.min(ROW_MAX, Math.max(3, ROWS_HEIGHT / layers)) * dpr));
+    const [a, b, c, d] = this.view.part;
+    const [rows, columns] = [b - a + 1, d - c + 1];
+    const whole = rows === this.view.layers && columns === this.view.experts;
+    const room = (this.room || /** @type {Element} */ (this.canvas.parentElement).clientWidth) - LEFT - RIGHT;
+    const w = Math.max(1, Math.floor(Math.min(whole ? CELL_MAX : ZOOM_CELL_MAX, room / columns) * dpr));
+    const h = Math.max(2, Math.floor(Math.min(whole ? ROW_MAX : ROW_MAX * 1.25, Math.max(3, ROWS_HEIGHT / rows)) * dpr));
     // What whole cells leave over goes to the bars of the layers.
-    const right = Math.min(BARS_MAX, RIGHT + Math.max(0, room - (experts * w) / dpr));
+    const right = Math.min(BARS_MAX, RIGHT + Math.max(0, room - (columns * w) / dpr));
     const roomy = w / dpr >= ROOMY && h / dpr >= ROOMY;
-    return { dpr, w, h, roomy, right, left: LEFT * dpr, top: TOP * dpr, gap: roomy ? Math.round(2 * dpr) : 0 };
+    return { dpr, w, h, rows, columns, row0: a, column0: c, roomy, right, left: LEFT * dpr, top: TOP * dpr, gap: roomy ? Math.round(2 * dpr) : 0 };
+  }
+
+  /** Row and column under the pointer, held inside the map; `inside` says whether it is there. */
+  placeAt(/** @type {MouseEvent} */ event) {
+    if (!this.view || !this.at) return null;
+    const { dpr, w, h, left, top, rows, columns, row0, column0 } = this.at;
+    const box = this.canvas.getBoundingClientRect();
+    const x = Math.floor(((event.clientX - box.left) * dpr - left) / w);
+    const y = Math.floor(((event.clientY - box.top) * dpr - top) / h);
+    const inside = x >= 0 && x < columns && y >= 0 && y < rows;
+    return { inside, layer: row0 + Math.min(rows - 1, Math.max(0, y)), column: column0 + Math.min(columns - 1, Math.max(0, x)) };
   }
 
   cellAt(/** @type {MouseEvent} */ event) {
-    if (!this.view || !this.at) return null;
-    const { dpr, w, h, left, top } = this.at;
-    const box = this.canvas.getBoundingClientRect();
-    const expert = Math.floor(((event.clientX - box.left) * dpr - left) / w);
-    const layer = Math.floor(((event.clientY - box.top) * dpr - top) / h);
-    return expert >= 0 && expert < this.view.experts && layer >= 0 && layer < this.view.layers ? { layer, expert } : null;
+    const place = this.placeAt(event);
+    return place?.inside ? { layer: place.layer, expert: expertAt(this.view, place.layer, place.column) } : null;
+  }
+
+  pressed(/** @type {PointerEvent} */ event) {
+    const place = event.button === 0 && event.pointerType !== "touch" ? this.placeAt(event) : null;
+    this.drag = { from: place?.inside ? place : null, to: place, x: event.clientX, y: event.clientY, far: false };
+  }
+
+  moved(/** @type {PointerEvent} */ event) {
+    const cell = this.cellAt(event);
+    if (cell) this.on.point(cell);
+    if (!this.drag?.from) return;
+    this.drag.to = this.placeAt(event);
+    if (!this.drag.far && Math.hypot(event.clientX - this.drag.x, event.clientY - this.drag.y) > DRAG_PX) {
+      this.drag.far = true;
+      // From here on the pointer may leave the canvas.
+      this.canvas.setPointerCapture(event.pointerId);
+    }
+    if (this.drag.far) this.ask();
+  }
+
+  released(/** @type {PointerEvent} */ event) {
+    const { drag } = this;
+    this.drag = null;
+    if (drag?.far && drag.to) {
+      const [a, b] = [drag.from.layer, drag.to.layer].sort((p, q) => p - q);
+      const [c, d] = [drag.from.column, drag.to.column].sort((p, q) => p - q);
+      this.on.zoom([a, b, c, d]);
+    } else if (drag) {
+      const cell = this.cellAt(event);
+      if (cell) this.on.choose(cell);
+    }
+    this.ask();
+  }
+
+  colour(/** @type {string} */ name) {
+    let known = this.colours.get(name);
+    if (known === undefined) this.colours.set(name, known = getComputedStyle(this.canvas).getPropertyValue(name).trim());
+    return known;
   }
 
   draw() {
-    const { view, canvas, pen } = this;
+    const { view, canvas } = this;
     if (!view) { canvas.height = 0; return; }
     const fit = (this.at = this.fit());
-    const { dpr, w, h, left, top, right } = fit;
-    const width = Math.floor(left + view.experts * w + right * dpr);
-    const height = top + view.layers * h + BOTTOM * dpr;
+    const width = Math.floor(fit.left + fit.columns * fit.w + fit.right * fit.dpr);
+    const height = fit.top + fit.rows * fit.h + BOTTOM * fit.dpr;
     if (canvas.width !== width || canvas.height !== height) {
-      canvas.width = width;
-      canvas.height = height;
-      canvas.style.width = `${width / dpr}px`;
-      canvas.style.height = `${height / dpr}px`;
+      canvas.width = this.under.width = width;
+      canvas.height = this.under.height = height;
+      this.base = null;
+      this.axes = "";
+      canvas.style.width = `${width / fit.dpr}px`;
+      canvas.style.height = `${height / fit.dpr}px`;
     }
-    const style = getComputedStyle(canvas);
-    const colour = (/** @type {string} */ name) => style.getPropertyValue(name).trim();
-    pen.clearRect(0, 0, width, height);
-    if (fit.roomy) this.drawCells(fit, colour("--cold"));
-    else this.drawPixels(fit, colour("--cold-rgb").split(" ").map(Number));
-    this.drawMissing(fit, colour("--bad"));
-    this.drawAxes(fit, colour);
-    this.drawMarks(fit, colour);
-  }
-
-  drawCells(/** @type {any} */ { w, h, left, top, gap, dpr }, /** @type {string} */ cold) {
-    const { view, pen } = this;
-    pen.textAlign = "center";
-    pen.textBaseline = "middle";
-    pen.font = `${11 * dpr}px system-ui, sans-serif`;
-    for (let i = 0; i < view.layers * view.experts; i++) {
-      const x = left + (i % view.experts) * w;
-      const y = top + Math.floor(i / view.experts) * h;
-      const p = position(view, i);
-      const rgb = p < 0 ? null : at(view.table, p);
-      pen.fillStyle = rgb ? css(rgb) : cold;
-      pen.beginPath();
-      pen.roundRect(x, y, w - gap, h - gap, 3 * dpr);
-      pen.fill();
-      if (!rgb) {
-        // A mark beside the colour: no tokens is not little load.
-        pen.fillStyle = css([128, 128, 128]);
-        pen.fillRect(x + (w - gap) / 2 - 4 * dpr, y + (h - gap) - 5 * dpr, 8 * dpr, dpr);
-      }
-      const n = view.replicas?.[i] ?? 0;
-      if (n > 1 || (view.mode === "replicas" && n > 0)) {
-        pen.fillStyle = rgb ? ink(rgb) : css([128, 128, 128]);
-        pen.fillText(view.mode === "replicas" ? String(n) : `×${n}`, x + (w - gap) / 2, y + (h - gap) / 2);
-      }
+    const job = { small: this.small, view, fit, marks: this.marks, drag: this.drag?.far ? this.drag : null, colour: (/** @type {string} */ name) => this.colour(name) };
+    const base = `${fit.w}/${fit.h}/${fit.dpr}`;
+    if (this.base !== base) {
+      // Cells and axes are kept: pointing at a cell draws a cross only.
+      const under = /** @type {CanvasRenderingContext2D} */ (this.under.getContext("2d"));
+      const axes = `${base}/${fit.row0}/${fit.column0}/${fit.rows}/${fit.columns}/${view.sort}/${view.dark}/${this.marks.layer}/${view.layerImbalance.length}`;
+      paintCells({ ...job, pen: under }, axes !== this.axes || view.sort === "device");
+      this.base = base;
+      this.axes = axes;
     }
-  }
-
-  drawPixels(/** @type {any} */ { w, h, left, top }, /** @type {number[]} */ cold) {
-    const { view, pen, small } = this;
-    small.width = view.experts;
-    small.height = view.layers;
-    const to = /** @type {CanvasRenderingContext2D} */ (small.getContext("2d"));
-    const image = to.createImageData(view.experts, view.layers);
-    for (let i = 0; i < view.layers * view.experts; i++) {
-      const p = position(view, i);
-      const rgb = p < 0 ? cold : at(view.table, p);
-      image.data.set(rgb, 4 * i);
-      image.data[4 * i + 3] = 255;
-    }
-    to.putImageData(image, 0, 0);
-    pen.imageSmoothingEnabled = false;
-    pen.drawImage(small, left, top, view.experts * w, view.layers * h);
-  }
-
-  drawMissing(/** @type {any} */ { w, h, left, top, gap, dpr }, /** @type {string} */ bad) {
-    const { view, pen } = this;
-    pen.strokeStyle = bad;
-    pen.lineWidth = Math.max(1, 1.5 * dpr);
-    for (const i of view.missing) {
-      const x = left + (i % view.experts) * w;
-      const y = top + Math.floor(i / view.experts) * h;
-      pen.beginPath();
-      pen.moveTo(x, y);
-      pen.lineTo(x + w - gap, y + h - gap);
-      pen.moveTo(x + w - gap, y);
-      pen.lineTo(x, y + h - gap);
-      pen.stroke();
-    }
-  }
-
-  drawAxes(/** @type {any} */ { w, h, left, top, gap, dpr, right }, /** @type {(n: string) => string} */ colour) {
-    const { view, pen, marks } = this;
-    pen.font = `${11 * dpr}px system-ui, sans-serif`;
-    pen.textBaseline = "middle";
-    pen.textAlign = "right";
-    const everyRow = [1, 2, 5, 10, 20, 50].find((n) => (n * h) / dpr >= 13) ?? 100;
-    for (let layer = 0; layer < view.layers; layer++) {
-      const chosen = layer === marks.layer;
-      if (layer % everyRow && !chosen) continue;
-      if (!chosen && Math.abs(layer - marks.layer) * h < 13 * dpr) continue;
-      pen.fillStyle = colour(chosen ? "--ink" : "--muted");
-      pen.fillText(`${chosen ? "▸ " : ""}L${layer}`, left - 6 * dpr, top + layer * h + (h - gap) / 2);
-    }
-    pen.textAlign = "center";
-    pen.fillStyle = colour("--muted");
-    const everyColumn = [1, 2, 4, 8, 16, 32, 64].find((n) => (n * w) / dpr >= 26) ?? 128;
-    for (let e = 0; e < view.experts; e += everyColumn) pen.fillText(`${e ? "" : "E"}${e}`, left + e * w + (w - gap) / 2, top - 10 * dpr);
-    this.drawLayerBars({ w, h, left, top, gap, dpr, right, everyRow }, colour);
-  }
-
-  /** Imbalance of each layer at the right edge. */
-  drawLayerBars(/** @type {any} */ { w, h, left, top, gap, dpr, right, everyRow }, /** @type {(n: string) => string} */ colour) {
-    const { view, pen } = this;
-    if (!view.layerImbalance.length) return;
-    const x = left + view.experts * w + 10 * dpr;
-    const long = (right - 10 - NUMBER) * dpr;
-    const most = Math.max(0.25, ...view.layerImbalance);
-    pen.textAlign = "left";
-    pen.fillStyle = colour("--muted");
-    pen.fillText("layer imbalance", x, top - 10 * dpr);
-    view.layerImbalance.forEach((/** @type {number} */ n, /** @type {number} */ layer) => {
-      const y = top + layer * h;
-      pen.fillStyle = colour("--accent");
-      pen.globalAlpha = 0.75;
-      pen.fillRect(x, y + Math.max(0, (h - gap) / 2 - 3 * dpr), Math.max(dpr, (n / most) * long), Math.min(6 * dpr, Math.max(1, h - gap - 1)));
-      pen.globalAlpha = 1;
-      if (layer % everyRow) return;
-      pen.fillStyle = colour("--muted");
-      pen.fillText(n.toFixed(2), x + (n / most) * long + 6 * dpr, y + (h - gap) / 2);
-    });
-  }
-
-  drawMarks(/** @type {any} */ fit, /** @type {(n: string) => string} */ colour) {
-    const { w, h, left, top, gap, dpr } = fit;
-    const { pen, marks, view } = this;
-    const ring = (/** @type {any} */ cell, /** @type {string} */ stroke, /** @type {number} */ grow, /** @type {number[]} */ dash) => {
-      const x = left + cell.expert * w;
-      const y = top + cell.layer * h;
-      for (const [line, width] of [[colour("--halo"), 3.5], [stroke, 1.75]]) {
-        pen.strokeStyle = String(line);
-        pen.lineWidth = Number(width) * dpr;
-        pen.setLineDash(line === stroke ? dash.map((d) => d * dpr) : []);
-        pen.strokeRect(x - grow * dpr, y - grow * dpr, w - gap + 2 * grow * dpr, h - gap + 2 * grow * dpr);
-      }
-      pen.setLineDash([]);
-    };
-    for (const move of marks.moving) {
-      if (move.layer < view.layers && move.expert < view.experts) ring(move, colour("--mark"), 1, move.state === "running" ? [3, 2] : []);
-    }
-    if (marks.cell) {
-      pen.fillStyle = colour("--cross");
-      pen.fillRect(left, top + marks.cell.layer * h, view.experts * w - gap, h - gap);
-      pen.fillRect(left + marks.cell.expert * w, top, w - gap, view.layers * h - gap);
-      ring(marks.cell, colour("--ink"), 1, []);
-    }
+    this.pen.clearRect(0, 0, width, height);
+    this.pen.drawImage(this.under, 0, 0);
+    paintMarks({ ...job, pen: this.pen });
+    if (view.stamp !== undefined) canvas.dataset.window = view.stamp;
   }
 }

@@ -61,8 +61,8 @@ export function at(/** @type {Uint8Array} */ table, /** @type {number} */ positi
 
 export const css = (/** @type {Rgb} */ rgb) => `rgb(${rgb[0]},${rgb[1]},${rgb[2]})`;
 
-/** Text that can be read on a colour: black or white, by relative luminance. */
+/** Text that can be read on a colour: black or white, whichever differs more; never below 4.5 to 1. */
 export function ink(/** @type {Rgb} */ rgb) {
   const [r, g, b] = rgb.map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.2 ? "#0b0e13" : "#ffffff";
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";
 }

@@ -1,13 +1,17 @@
-// Moves and decisions: what, from where to where, how many bytes, how far, and why.
+// Moves and decisions: what, from where to where, how many bytes, how far, why, and what it gained.
 import { signal } from "./vendor/signals.js";
-import { folded, frame, html, layer, moves, phase, placement, wall_s } from "./state.js";
-import { fairShare, loadOf, mib, short, span } from "./figures.js";
+import { ExpertLink } from "./hottest.js";
+import { folded, html, moves, wall_s } from "./state.js";
+import { MOVE_FILTERS, filter, showPlan, view } from "./url.js";
+import { gain, mib, short, span } from "./words.js";
 
-const SHOWN = 100;
-const HOTTEST = 20;
+const SHOWN = 200;
+const SHOWN_FEW = 8;
 export const KINDS = { replicate: "+", migrate: "→", evict: "−" };
 const STATES = { planned: "◌", running: "⇄", done: "✓", aborted: "✕", dropped: "✕" };
-const TABS = [["moves", "Moves"], ["decisions", "Decisions"], ["hottest", "Hottest experts"]];
+/** States that a choice of the filter means. */
+const MEANS = { all: null, running: ["running", "planned"], done: ["done"], aborted: ["aborted", "dropped"] };
+const TABS = [["moves", "Moves"], ["decisions", "Decisions"]];
 const tab = signal("moves");
 
 const ago = (/** @type {number | null} */ at_s) => (at_s && wall_s.value ? `${span(Math.max(0, wall_s.value - at_s))} ago` : "–");
@@ -17,46 +21,73 @@ function When(/** @type {any} */ { move }) {
   return move.started_wall_s ? html`since ${ago(move.started_wall_s).replace(" ago", "")}` : "–";
 }
 
-function Moves() {
-  const all = [...moves.value].reverse();
-  if (!all.length) return html`<p class="none">Nothing has moved yet. A move appears here with its reason as soon as a plan begins.</p>`;
-  return html`<table data-figure="moves"><thead><tr><th>Kind</th><th>Expert</th><th>Rank</th><th class="r">Bytes</th><th>State</th><th>When</th><th>Reason</th></tr></thead>
-    <tbody>${all.slice(0, SHOWN).map((m) => html`<tr key=${`${m.plan_id}/${m.move_id}`} class=${`is-${m.state}`}>
-      <td><span class=${`kind k-${m.kind}`}><span aria-hidden="true">${KINDS[/** @type {keyof typeof KINDS} */ (m.kind)] ?? "?"}</span> ${m.kind}</span></td>
-      <td><button type="button" class="link" onClick=${() => { layer.value = m.layer; }}>L${m.layer} E${m.expert}</button></td>
-      <td class="n">${m.kind === "evict" ? `off ${m.source_rank}` : `${m.source_rank} → ${m.target_rank}`}${m.cross_node && html` <small>cross-node</small>`}</td>
-      <td class="r n">${mib(m.copy_bytes)}</td>
-      <td><span class=${`state s-${m.state}`}><span aria-hidden="true">${STATES[/** @type {keyof typeof STATES} */ (m.state)] ?? "?"}</span> ${m.state}</span></td>
-      <td class="n"><${When} move=${m}/></td>
-      <td class="why">${m.reason}</td></tr>`)}</tbody></table>`;
+/** Rows of moves; the plan view shows its own with `timed` off. */
+export function MoveRows(/** @type {any} */ { all, timed = true }) {
+  return all.map((/** @type {any} */ m) => html`<tr key=${`${m.plan_id}/${m.move_id}`} class=${`is-${m.state}`}>
+    <td><span class=${`kind k-${m.kind}`}><span aria-hidden="true">${KINDS[/** @type {keyof typeof KINDS} */ (m.kind)] ?? "?"}</span> ${m.kind}</span></td>
+    <td><${ExpertLink} at=${m.layer} expert=${m.expert}/></td>
+    <td class="n">${m.kind === "evict" ? `off ${m.source_rank}` : `${m.source_rank} → ${m.target_rank}`}${m.cross_node && html` <small>cross-node</small>`}</td>
+    <td class="r n">${mib(m.copy_bytes)}</td>
+    <td><span class=${`state s-${m.state}`}><span aria-hidden="true">${STATES[/** @type {keyof typeof STATES} */ (m.state)] ?? "?"}</span> ${m.state}</span></td>
+    ${timed && html`<td class="n"><${When} move=${m}/></td>`}
+    <td class="r n">${gain(m.gain_s_per_s)}</td>
+    ${timed && html`<td class="r n">${gain(m.realised_gain_s_per_s)}${m.realised_gain_s_per_s != null && m.plan_expected_gain_s_per_s != null ? html` <small>of ${gain(m.plan_expected_gain_s_per_s)}</small>` : ""}</td>`}
+    <td class="why">${m.reason}</td>
+    ${timed && html`<td>${m.plan_id && html`<button type="button" class="link" onClick=${() => showPlan(m.plan_id)}>${m.plan_id}</button>`}</td>`}</tr>`);
+}
+
+export const MoveHead = (/** @type {any} */ { timed = true }) => html`<thead><tr><th scope="col">Kind</th><th scope="col">Expert</th><th scope="col">Rank</th><th scope="col" class="r">Bytes</th><th scope="col">State</th>${timed && html`<th scope="col">When</th>`}
+  <th scope="col" class="r" title="Seconds of the busiest ranks that the plan said this move saves a second">Predicted</th>${timed && html`<th scope="col" class="r" title="Measured after its plan, of what the whole plan said">Plan realised</th>`}<th scope="col">Reason</th>${timed && html`<th scope="col">Plan</th>`}</tr></thead>`;
+
+function Moves(/** @type {any} */ { most }) {
+  const means = MEANS[/** @type {keyof typeof MEANS} */ (most === SHOWN ? filter.value : "all")];
+  const all = [...moves.value].reverse().filter((m) => !means || means.includes(m.state));
+  if (!moves.value.length) return html`<p class="none">Nothing has moved yet. A move appears here with its reason as soon as a plan begins.</p>`;
+  if (!all.length) return html`<p class="none">No move is ${filter.value}.</p>`;
+  return html`<table data-figure="moves"><${MoveHead}/><tbody><${MoveRows} all=${all.slice(0, most)}/></tbody></table>`;
 }
 
 const number = (/** @type {[string, number]} */ [name, n]) => `${name} ${Math.abs(n) >= 1000 ? short(n) : Number(n.toPrecision(3))}`;
 
-function Decisions() {
+export function DecisionRows(/** @type {any} */ { all }) {
+  return all.map((/** @type {any} */ r) => html`<tr key=${r.n}>
+    <td class="n">${ago(r.wall_s)}</td><td>${r.rule}${r.times > 1 && html` <small>×${r.times}</small>`}</td><td><span class=${`state s-${r.outcome}`}>${r.outcome}</span></td>
+    <td class="why">${r.detail}${r.detail && Object.keys(r.numbers).length ? " · " : ""}<small>${Object.entries(r.numbers).filter(([, n]) => n != null).map((x) => number(/** @type {any} */ (x))).join(", ")}</small>
+      ${r.refused?.length ? html`<small class="refused">looked at and left: ${r.refused.join("; ")}</small>` : ""}</td>
+    <td>${r.plan_id && html`<button type="button" class="link" onClick=${() => showPlan(r.plan_id)}>${r.plan_id}</button>`}</td></tr>`);
+}
+
+export const DecisionHead = () => html`<thead><tr><th scope="col">When</th><th scope="col">Rule</th><th scope="col">Outcome</th><th scope="col">What it saw</th><th scope="col">Plan</th></tr></thead>`;
+
+function Decisions(/** @type {any} */ { most }) {
   if (!folded.value.length) return html`<p class="none">No decision yet.</p>`;
-  return html`<table><thead><tr><th>When</th><th>Rule</th><th>Outcome</th><th>What it saw</th></tr></thead>
-    <tbody>${folded.value.slice(0, SHOWN).map((r) => html`<tr key=${r.n}>
-      <td class="n">${ago(r.wall_s)}</td><td>${r.rule}${r.times > 1 && html` <small>×${r.times}</small>`}</td><td><span class=${`state s-${r.outcome}`}>${r.outcome}</span></td>
-      <td class="why">${r.detail}${r.detail && Object.keys(r.numbers).length ? " · " : ""}<small>${Object.entries(r.numbers).filter(([, n]) => n != null).map((x) => number(/** @type {any} */ (x))).join(", ")}</small></td></tr>`)}</tbody></table>`;
+  return html`<table><${DecisionHead}/><tbody><${DecisionRows} all=${folded.value.slice(0, most)}/></tbody></table>`;
 }
 
-/** The map as words: the hottest cells. */
-function Hottest() {
-  const f = frame.value;
-  if (!f) return html`<p class="none">No window yet.</p>`;
-  const { load, layerSum } = loadOf(f, phase.value);
-  const order = Array.from(load.keys()).sort((a, b) => load[b] - load[a] || a - b).slice(0, HOTTEST);
-  return html`<table><thead><tr><th>Expert</th><th class="r">Pairs/s</th><th class="r">Fair share</th><th class="r">Replicas</th></tr></thead>
-    <tbody>${order.map((i) => html`<tr key=${i}><td>L${Math.floor(i / f.experts)} E${i % f.experts}</td><td class="r n">${short(load[i])}</td>
-      <td class="r n">${layerSum[Math.floor(i / f.experts)] > 0 ? `${fairShare(load[i], layerSum[Math.floor(i / f.experts)], f.experts).toFixed(2)}×` : "–"}</td>
-      <td class="r n">${placement.value?.replicas[i] ?? "–"}</td></tr>`)}</tbody></table>`;
+function Filter() {
+  const count = (/** @type {string} */ key) => moves.value.filter((m) => !MEANS[/** @type {keyof typeof MEANS} */ (key)] || /** @type {any} */ (MEANS[/** @type {keyof typeof MEANS} */ (key)]).includes(m.state)).length;
+  return html`<div class="segments" role="group" aria-label="State of moves">${MOVE_FILTERS.map((key) => html`
+    <button type="button" aria-pressed=${filter.value === key} onClick=${() => { filter.value = key; }}>${key} <small>${count(key)}</small></button>`)}</div>`;
 }
 
-export function MovesCard() {
-  return html`<section class="card moves">
-    <div class="head"><div class="segments" role="tablist" aria-label="Lists">${TABS.map(([key, name]) => html`
-      <button type="button" role="tab" aria-selected=${tab.value === key} onClick=${() => { tab.value = key; }}>${name}</button>`)}</div></div>
-    <div class="scroll" role="tabpanel" tabindex="0" aria-label=${tab.value}>${tab.value === "moves" ? html`<${Moves}/>` : tab.value === "decisions" ? html`<${Decisions}/>` : html`<${Hottest}/>`}</div>
+/** Left and right go through tabs, as tabs do. */
+export function onTabKey(/** @type {KeyboardEvent} */ event) {
+  const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!by) return;
+  event.preventDefault();
+  const all = [.../** @type {HTMLElement} */ (event.currentTarget).querySelectorAll('[role="tab"]')];
+  const next = /** @type {HTMLElement} */ (all[(all.indexOf(/** @type {Element} */ (document.activeElement)) + by + all.length) % all.length]);
+  next.focus();
+  next.click();
+}
+
+export function MovesCard(/** @type {any} */ { full = false }) {
+  const most = full ? SHOWN : SHOWN_FEW;
+  return html`<section class=${`card moves ${full ? "full" : ""}`} aria-label="Moves and decisions">
+    <div class="head"><div class="segments" role="tablist" aria-label="Lists" onKeyDown=${onTabKey}>${TABS.map(([key, name]) => html`
+      <button type="button" role="tab" id=${`list-${key}`} aria-controls="lists" tabindex=${tab.value === key ? 0 : -1} aria-selected=${tab.value === key} onClick=${() => { tab.value = key; }}>${name}</button>`)}</div>
+      ${full && tab.value === "moves" && html`<${Filter}/>`}
+      ${!full && html`<button type="button" class="quiet last" onClick=${() => { view.value = "moves"; }}>All moves</button>`}</div>
+    <div class="scroll" id="lists" role="tabpanel" tabindex="0" aria-labelledby=${`list-${tab.value}`}>${tab.value === "moves" ? html`<${Moves} most=${most}/>` : html`<${Decisions} most=${most}/>`}</div>
   </section>`;
 }

@@ -1,46 +1,49 @@
-// What the page knows, as signals, and what the person chose (kept in the URL, so a link shows the
-// same view).
+// What the page knows, as signals. What the person chose is in `url`.
 import { computed, effect, signal } from "./vendor/signals.js";
 import { h } from "./vendor/preact.js";
 import htm from "./vendor/htm.js";
 
 export const html = htm.bind(h);
 
-export const MODES = ["load", "share", "replicas"];
-export const PHASES = ["all", "prefill", "decode"];
 const RECORDS_SHOWN = 300;
 /** A move that ended so long ago is still "just moved". */
 const JUST_S = 6;
 
-/** @type {import("./vendor/signals.js").Signal<any>} */
-export const status = signal(null);
+export const status = signal(/** @type {any} */ (null));
+/** The newest window, for the map; `frame` follows once the map is painted, for all the rest. */
+export const newest = signal(/** @type {any} */ (null));
 export const frame = signal(/** @type {any} */ (null));
 export const placement = signal(/** @type {any} */ (null));
 export const moves = signal(/** @type {any[]} */ ([]));
 export const records = signal(/** @type {any[]} */ ([]));
 export const points = signal(/** @type {any[]} */ ([]));
 export const marks = signal(/** @type {any[]} */ ([]));
+/** The frame just before the newest plan began: {frame} once asked, null before. */
+export const before = signal(/** @type {any} */ (null));
 /** open | lost: the connection from here to the page's own server. */
 export const link = signal("open");
+/** The cell that the keys are at: {layer, expert} or null. */
 export const cursor = signal(/** @type {any} */ (null));
+/** Ends of the load scale of the chosen phase. */
+export const range = signal(/** @type {any} */ ({ low: 1, high: 2 }));
+/** The map is held: windows that close meanwhile wait. */
+export const held = signal(false);
 export const now_ms = signal(performance.now());
 
 const media = matchMedia("(prefers-color-scheme: dark)");
 const system = signal(media.matches);
 media.addEventListener("change", () => { system.value = media.matches; });
-export const theme = signal(localStorage.getItem("theme") ?? "");
+
+/** Storage may be forbidden; then the theme lasts as long as the page. */
+function remembered() {
+  try { return localStorage.getItem("theme") ?? ""; } catch { return ""; }
+}
+export const theme = signal(remembered());
 export const dark = computed(() => (theme.value ? theme.value === "dark" : system.value));
 effect(() => {
   document.documentElement.dataset.theme = dark.value ? "dark" : "light";
-  if (theme.value) localStorage.setItem("theme", theme.value);
+  try { if (theme.value) localStorage.setItem("theme", theme.value); } catch { /* see above */ }
 });
-
-const hash = new URLSearchParams(location.hash.slice(1));
-const oneOf = (/** @type {string[]} */ all, /** @type {string | null} */ chosen) => (chosen && all.includes(chosen) ? chosen : all[0]);
-export const mode = signal(oneOf(MODES, hash.get("mode")));
-export const phase = signal(oneOf(PHASES, hash.get("phase")));
-export const layer = signal(Math.max(0, Number.parseInt(hash.get("layer") ?? "0", 10) || 0));
-effect(() => { history.replaceState(null, "", `#mode=${mode.value}&phase=${phase.value}&layer=${layer.value}`); });
 
 /** Replace or add what is new, by key; keeps the order of first sight. */
 export function merge(/** @type {any[]} */ old, /** @type {any[]} */ news, /** @type {(x: any) => string} */ key) {
@@ -80,17 +83,26 @@ export const worth = computed(() => {
   return age_s.value > s.stale_after_s ? "stale" : "live";
 });
 
-/** Moves that change something now, and those of the last moments, for the rings on the map. */
+let ringed = /** @type {any[]} */ ([]);
+/**
+ * Moves that change something now, and those of the last moments, for the rings on the map. The same
+ * list where nothing differs, so that a passing second draws nothing.
+ */
 export const moving = computed(() => {
   const wall = wall_s.value ?? 0;
-  return moves.value.filter((m) => m.state === "running" || (m.state === "done" && m.ended_wall_s && wall - m.ended_wall_s < JUST_S));
+  const now = moves.value.filter((/** @type {any} */ m) => m.state === "running" || (m.state === "done" && m.ended_wall_s && wall - m.ended_wall_s < JUST_S));
+  if (now.length !== ringed.length || now.some((/** @type {any} */ m, /** @type {number} */ i) => m !== ringed[i])) ringed = now;
+  return ringed;
 });
 
 /** Imbalance just before the newest plan that the page has seen both sides of. */
 export const beforePlan = computed(() => {
   for (let i = marks.value.length - 1; i >= 0; i--) {
-    const before = points.value.filter((p) => p.wall_s <= marks.value[i].wall_s);
-    if (before.length) return { mark: marks.value[i], imbalance: before[before.length - 1].imbalance };
+    const earlier = points.value.filter((/** @type {any} */ p) => p.wall_s <= marks.value[i].wall_s);
+    if (earlier.length) return { mark: marks.value[i], imbalance: earlier[earlier.length - 1].imbalance };
   }
   return null;
 });
+
+/** Ranks that are there, with their row in the arrays. */
+export const ranks = computed(() => (placement.value?.ranks ?? []).map((/** @type {any} */ r, /** @type {number} */ row) => ({ ...r, row })).filter((/** @type {any} */ r) => r.state !== "removed"));

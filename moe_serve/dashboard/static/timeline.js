@@ -1,68 +1,85 @@
-// Imbalance over time with a mark at each plan.
+// One figure over time with a mark at each plan. Charts of one page share their cursor.
 import uPlot from "./vendor/uplot.js";
 
 const SPAN_S = 900;
 const SPAN_MIN_S = 60;
-const HEIGHT = 210;
 /** @type {Intl.DateTimeFormatOptions} */
 const CLOCK = { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" };
+const shared = uPlot.sync("time");
 
 /** @returns {(name: string) => string} */
-const paint = (/** @type {Element} */ element) => {
+const inks = (/** @type {Element} */ element) => {
   const style = getComputedStyle(element);
   return (name) => style.getPropertyValue(name).trim();
 };
 
-/** One chart in one element. */
+/** Seconds since the epoch that the charts show, of the newest points. @returns {[number, number]} */
+export function spanOf(/** @type {any[]} */ points) {
+  const last = points.length ? points[points.length - 1].wall_s : Date.now() / 1000;
+  const first = points.length ? points[0].wall_s : last;
+  return [Math.min(last - SPAN_MIN_S, Math.max(first, last - SPAN_S)), last];
+}
+
+/**
+ * One chart in one element; charts of a page share the time under the pointer.
+ * @typedef {{field: string, stroke: string, dash?: number[], filled?: boolean, line: string, word: string}} Series
+ * @typedef {{name: string, height: number, tall: number, least: number, marked?: boolean, clock?: boolean, say: (n: number) => string, series: Series[]}} Chart
+ */
 export class Timeline {
-  /** @param {HTMLElement} host @param {(mark: any) => void} onMark nearest plan under the pointer, or null */
-  constructor(host, onMark) {
+  /** @param {HTMLElement} host @param {Chart} what @param {{near: (mark: any, point: any) => void, pick: (mark: any) => void}} on */
+  constructor(host, what, on) {
     this.host = host;
-    this.onMark = onMark;
+    this.what = what;
+    this.on = on;
     /** @type {any[]} */
     this.points = [];
     /** @type {any[]} */
     this.marks = [];
     /** @type {any} */
     this.plot = null;
-    new ResizeObserver(() => this.plot?.setSize({ width: host.clientWidth, height: HEIGHT })).observe(host);
+    this.close_to = /** @type {any} */ (null);
+    this.observer = new ResizeObserver(() => { if (this.plot && host.clientWidth) this.plot.setSize({ width: host.clientWidth, height: what.height }); });
+    this.observer.observe(host);
+    host.addEventListener("click", () => { if (this.close_to) on.pick(this.close_to); });
+  }
+
+  close() {
+    this.observer.disconnect();
+    this.plot?.destroy();
+    this.plot = null;
   }
 
   /** Draw anew in the theme's colours. */
   build() {
-    const colour = paint(this.host);
+    const colour = inks(this.host);
+    const { what } = this;
     this.plot?.destroy();
     const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
     this.plot = new uPlot({
       width: this.host.clientWidth || 600,
-      height: HEIGHT,
-      padding: [14, 12, 0, 0],
+      height: what.height,
+      padding: [what.clock ? 12 : 8, 12, what.clock ? 0 : 6, 0],
       legend: { show: false },
-      cursor: { drag: { x: false, y: false }, y: false },
+      cursor: { drag: { x: false, y: false }, y: false, sync: { key: shared.key, setSeries: false } },
       scales: {
-        x: { time: true, range: () => this.range() },
-        y: { range: (/** @type {any} */ _u, /** @type {number} */ _min, /** @type {number} */ max) => [0, Math.max(0.1, (max || 0) * 1.12)] },
+        x: { time: true, range: () => spanOf(this.points) },
+        y: { range: (/** @type {any} */ _u, /** @type {number} */ _min, /** @type {number} */ max) => [0, Math.max(what.least, (max || 0) * 1.15)] },
       },
-      axes: [{ ...axis, space: 80, size: 26, values: (/** @type {any} */ _u, /** @type {number[]} */ ticks) => ticks.map((t) => new Date(1000 * t).toLocaleTimeString([], CLOCK)) }, { ...axis, size: 46, values: (/** @type {any} */ _u, /** @type {number[]} */ ticks) => ticks.map((t) => t.toFixed(t < 1 ? 2 : 1)) }],
-      series: [
-        {},
-        { label: "imbalance", stroke: colour("--accent"), width: 2, fill: colour("--accent-wash"), points: { show: false } },
-        { label: "worst layer", stroke: colour("--muted"), width: 1, dash: [3, 3], points: { show: false } },
+      axes: [
+        { ...axis, space: 80, size: what.clock ? 26 : 0, values: (/** @type {any} */ _u, /** @type {number[]} */ ticks) => ticks.map((t) => (what.clock ? new Date(1000 * t).toLocaleTimeString([], CLOCK) : "")) },
+        { ...axis, size: 62, space: 26, values: (/** @type {any} */ _u, /** @type {number[]} */ ticks) => ticks.map((t) => what.say(t)) },
       ],
+      series: [{}, ...what.series.map((s) => ({
+        label: s.word, stroke: colour(s.stroke), width: s.dash ? 1.25 : 1.75, dash: s.dash, fill: s.filled ? colour("--accent-wash") : undefined, points: { show: false },
+      }))],
       hooks: { draw: [(/** @type {any} */ u) => this.drawMarks(u, colour("--mark"))], setCursor: [(/** @type {any} */ u) => this.hover(u)] },
     }, this.data(), this.host);
   }
 
-  range() {
-    const last = this.points.length ? this.points[this.points.length - 1].wall_s : Date.now() / 1000;
-    const first = this.points.length ? this.points[0].wall_s : last;
-    return [Math.min(last - SPAN_MIN_S, Math.max(first, last - SPAN_S)), last];
-  }
-
   data() {
-    const from = this.range()[0] - 5;
+    const from = spanOf(this.points)[0] - 5;
     const some = this.points.filter((p) => p.wall_s >= from);
-    return [some.map((p) => p.wall_s), some.map((p) => p.imbalance), some.map((p) => p.worst_layer)];
+    return [some.map((p) => p.wall_s), ...this.what.series.map(({ field }) => some.map((p) => p[field] ?? null))];
   }
 
   /** @param {any[]} points @param {any[]} marks */
@@ -75,7 +92,7 @@ export class Timeline {
 
   /** @param {any} u @param {string} colour */
   drawMarks(u, colour) {
-    const [from, to] = this.range();
+    const [from, to] = spanOf(this.points);
     const { ctx, bbox } = u;
     const dpr = devicePixelRatio || 1;
     ctx.save();
@@ -90,6 +107,7 @@ export class Timeline {
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
+      if (!this.what.marked) continue;
       ctx.globalAlpha = 1;
       ctx.beginPath();
       ctx.moveTo(x - 4 * dpr, bbox.top - 7 * dpr);
@@ -103,10 +121,13 @@ export class Timeline {
   /** @param {any} u */
   hover(u) {
     const x = u.cursor.left;
-    const near = x < 0 ? [] : this.marks
+    const near = x == null || x < 0 ? [] : this.marks
       .map((mark) => ({ mark, far: Math.abs(u.valToPos(mark.wall_s, "x") - x) }))
       .filter((m) => m.far < 10)
       .sort((a, b) => a.far - b.far);
-    this.onMark(near.length ? near[0].mark : null);
+    this.close_to = near.length ? near[0].mark : null;
+    this.host.classList.toggle("near", this.close_to !== null);
+    const point = x == null || x < 0 || u.cursor.idx == null ? null : this.points.filter((p) => p.wall_s >= spanOf(this.points)[0] - 5)[u.cursor.idx];
+    this.on.near(this.close_to, point ?? null);
   }
 }

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmoe_serve/rpc/v1/dispatch.proto\x12\x10moe_serve.rpc.v1\"S\n\x06Tensor\x12-\n\tdata_type\x18\x01 \x01(\x0e\x32\x1a.moe_serve.rpc.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0b\n\x03raw\x18\x03 \x01(\x0c\"$\n\x13GetModelSpecRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xc5\x02\n\x14GetModelSpecResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fweights_version\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\x05\x12\x19\n\x11\x63heckpoint_layers\x18\x04 \x03(\x05\x12\x13\n\x0bnum_experts\x18\x05 \x01(\x05\x12\r\n\x05top_k\x18\x06 \x01(\x05\x12\x13\n\x0bhidden_size\x18\x07 \x01(\x05\x12.\n\ndata_types\x18\x08 \x03(\x0e\x32\x1a.moe_serve.rpc.v1.DataType\x12\x19\n\x11max_message_bytes\x18\t \x01(\x03\x12\x10\n\x08max_rows\x18\n \x01(\x05\x12\x18\n\x10router_addresses\x18\x0b \x03(\t\x12\x13\n\x0b\x61pi_version\x18\x0c \x01(\t\x12\x11\n\tsimulated\x18\r \x01(\x08\"\xb6\x02\n\x0e\x46orwardRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12-\n\x05phase\x18\x03 \x01(\x0e\x32\x1e.moe_serve.rpc.v1.ForwardPhase\x12/\n\rhidden_states\x18\x04 \x01(\x0b\x32\x18.moe_serve.rpc.v1.Tensor\x12*\n\x08topk_ids\x18\x05 \x01(\x0b\x32\x18.moe_serve.rpc.v1.Tensor\x12.\n\x0ctopk_weights\x18\x06 \x01(\x0b\x32\x18.moe_serve.rpc.v1.Tensor\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\x05\x12\x11\n\trow_valid\x18\t \x01(\x0c\x12\x12\n\npair_valid\x18\n \x01(\x0c\"q\n\x0f\x46orwardResponse\x12(\n\x06output\x18\x01 \x01(\x0b\x32\x18.moe_serve.rpc.v1.Tensor\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x17\n\x0fweights_version\x18\x04 \x01(\t\"o\n\x14StreamForwardRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x31\n\x07request\x18\x02 \x01(\x0b\x32 .moe_serve.rpc.v1.ForwardRequest\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\"\x98\x01\n\x15StreamForwardResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x35\n\x08response\x18\x02 \x01(\x0b\x32!.moe_serve.rpc.v1.ForwardResponseH\x00\x12,\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1b.moe_serve.rpc.v1.ItemErrorH\x00\x42\x08\n\x06result\"o\n\tItemError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12,\n\x06\x66ields\x18\x03 \x03(\x0b\x32\x1c.moe_serve.rpc.v1.FieldError\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"0\n\nFieldError\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t*v\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44\x41TA_TYPE_FP32\x10\x01\x12\x12\n\x0e\x44\x41TA_TYPE_BF16\x10\x02\x12\x12\n\x0e\x44\x41TA_TYPE_FP16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x04*b\n\x0c\x46orwardPhase\x12\x1d\n\x19\x46ORWARD_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x46ORWARD_PHASE_PREFILL\x10\x01\x12\x18\n\x14\x46ORWARD_PHASE_DECODE\x10\x02\x32\xa6\x02\n\x0f\x44ispatchService\x12]\n\x0cGetModelSpec\x12%.moe_serve.rpc.v1.GetModelSpecRequest\x1a&.moe_serve.rpc.v1.GetModelSpecResponse\x12N\n\x07\x46orward\x12 .moe_serve.rpc.v1.ForwardRequest\x1a!.moe_serve.rpc.v1.ForwardResponse\x12\x64\n\rStreamForward\x12&.moe_serve.rpc.v1.StreamForwardRequest\x1a\'.moe_serve.rpc.v1.StreamForwardResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmoe_serve/rpc/v1/dispatch.proto\x12\x10moe_serve.rpc.v1\"S\n\x06Tensor\x12-\n\tdata_type\x18\x01 \x01(\x0e\x32\x1a.moe_serve.rpc.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0b\n\x03raw\x18\x03 \x01(\x0c\"$\n\x13GetModelSpecRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xc5\x02\n\x14GetModelSpecResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fweights_version\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\x05\x12\x19\n\x11\x63heckpoint_layers\x18\x04 \x03(\x05\x12\x13\n\x0bnum_experts\x18\x05 \x01(\x05\x12\r\n\x05top_k\x18\x06 \x01(\x05\x12\x13\n\x0bhidden_size\x18\x07 \x01(\x05\x12.\n\ndata_types\x18\x08 \x03(\x0e\x32\x1a.moe_serve.rpc.v1.DataType\x12\x19\n\x11max_message_bytes\x18\t \x01(\x03\x12\x10\n\x08max_rows\x18\n \x01(\x05\x12\x18\n\x10router_addresses\x18\x0b \x03(\t\x12\x13\n\x0b\x61pi_version\x18\x0c \x01(\t\x12\x11\n\tsimulated\x18\r \x01(\x08\"\xdf\x02\n\x0e\x46orwardRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12-\n\x05phase\x18\x03 \x01(\x0e\x32\x1e.moe_serve.rpc.v1.ForwardPhase\x12/\n\rhidden_states\x18\x04 \x01(\x0b\x32\x18.moe_serve.rpc.v1.Tensor\x12*\n\x08topk_ids\x18\x05 \x01(\x0b\x32\x18.moe_serve.rpc.v1.Tensor\x12.\n\x0ctopk_weights\x18\x06 \x01(\x0b\x32\x18.moe_serve.rpc.v1.Tensor\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\x05\x12\x11\n\trow_valid\x18\t \x01(\x0c\x12\x12\n\npair_valid\x18\n \x01(\x0c\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x12\n\ntracestate\x18\x0c \x01(\t\"q\n\x0f\x46orwardResponse\x12(\n\x06output\x18\x01 \x01(\x0b\x32\x18.moe_serve.rpc.v1.Tensor\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x17\n\x0fweights_version\x18\x04 \x01(\t\"o\n\x14StreamForwardRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x31\n\x07request\x18\x02 \x01(\x0b\x32 .moe_serve.rpc.v1.ForwardRequest\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\"\x98\x01\n\x15StreamForwardResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x35\n\x08response\x18\x02 \x01(\x0b\x32!.moe_serve.rpc.v1.ForwardResponseH\x00\x12,\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1b.moe_serve.rpc.v1.ItemErrorH\x00\x42\x08\n\x06result\"o\n\tItemError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12,\n\x06\x66ields\x18\x03 \x03(\x0b\x32\x1c.moe_serve.rpc.v1.FieldError\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"0\n\nFieldError\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t*v\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44\x41TA_TYPE_FP32\x10\x01\x12\x12\n\x0e\x44\x41TA_TYPE_BF16\x10\x02\x12\x12\n\x0e\x44\x41TA_TYPE_FP16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x04*b\n\x0c\x46orwardPhase\x12\x1d\n\x19\x46ORWARD_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x46ORWARD_PHASE_PREFILL\x10\x01\x12\x18\n\x14\x46ORWARD_PHASE_DECODE\x10\x02\x32\xa6\x02\n\x0f\x44ispatchService\x12]\n\x0cGetModelSpec\x12%.moe_serve.rpc.v1.GetModelSpecRequest\x1a&.moe_serve.rpc.v1.GetModelSpecResponse\x12N\n\x07\x46orward\x12 .moe_serve.rpc.v1.ForwardRequest\x1a!.moe_serve.rpc.v1.ForwardResponse\x12\x64\n\rStreamForward\x12&.moe_serve.rpc.v1.StreamForwardRequest\x1a\'.moe_serve.rpc.v1.StreamForwardResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moe_serve.rpc.v1.dispatch_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=1363
-  _globals['_DATATYPE']._serialized_end=1481
-  _globals['_FORWARDPHASE']._serialized_start=1483
-  _globals['_FORWARDPHASE']._serialized_end=1581
+  _globals['_DATATYPE']._serialized_start=1404
+  _globals['_DATATYPE']._serialized_end=1522
+  _globals['_FORWARDPHASE']._serialized_start=1524
+  _globals['_FORWARDPHASE']._serialized_end=1622
   _globals['_TENSOR']._serialized_start=53
   _globals['_TENSOR']._serialized_end=136
   _globals['_GETMODELSPECREQUEST']._serialized_start=138
@@ -42,17 +42,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELSPECRESPONSE']._serialized_start=177
   _globals['_GETMODELSPECRESPONSE']._serialized_end=502
   _globals['_FORWARDREQUEST']._serialized_start=505
-  _globals['_FORWARDREQUEST']._serialized_end=815
-  _globals['_FORWARDRESPONSE']._serialized_start=817
-  _globals['_FORWARDRESPONSE']._serialized_end=930
-  _globals['_STREAMFORWARDREQUEST']._serialized_start=932
-  _globals['_STREAMFORWARDREQUEST']._serialized_end=1043
-  _globals['_STREAMFORWARDRESPONSE']._serialized_start=1046
-  _globals['_STREAMFORWARDRESPONSE']._serialized_end=1198
-  _globals['_ITEMERROR']._serialized_start=1200
-  _globals['_ITEMERROR']._serialized_end=1311
-  _globals['_FIELDERROR']._serialized_start=1313
-  _globals['_FIELDERROR']._serialized_end=1361
-  _globals['_DISPATCHSERVICE']._serialized_start=1584
-  _globals['_DISPATCHSERVICE']._serialized_end=1878
+  _globals['_FORWARDREQUEST']._serialized_end=856
+  _globals['_FORWARDRESPONSE']._serialized_start=858
+  _globals['_FORWARDRESPONSE']._serialized_end=971
+  _globals['_STREAMFORWARDREQUEST']._serialized_start=973
+  _globals['_STREAMFORWARDREQUEST']._serialized_end=1084
+  _globals['_STREAMFORWARDRESPONSE']._serialized_start=1087
+  _globals['_STREAMFORWARDRESPONSE']._serialized_end=1239
+  _globals['_ITEMERROR']._serialized_start=1241
+  _globals['_ITEMERROR']._serialized_end=1352
+  _globals['_FIELDERROR']._serialized_start=1354
+  _globals['_FIELDERROR']._serialized_end=1402
+  _globals['_DISPATCHSERVICE']._serialized_start=1625
+  _globals['_DISPATCHSERVICE']._serialized_end=1919
 # @@protoc_insertion_point(module_scope)

@@ -191,6 +191,8 @@ class ForwardRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     ROW_VALID_FIELD_NUMBER: _builtins.int
     PAIR_VALID_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     layer: _builtins.int
     """MoE layer, 0..num_layers-1."""
@@ -203,6 +205,12 @@ class ForwardRequest(_message.Message):
     """Bit i (least significant first) = row i is real. Empty = all. Invalid rows come back as zeros and count nowhere."""
     pair_valid: _builtins.bytes
     """Bit i * k + j = pair (i, j) is real. Empty = all. Ids and weights of invalid pairs are not checked."""
+    traceparent: _builtins.str
+    """W3C trace context of the caller's span, as the headers of the same names hold it. A unary call may send the headers
+    instead; the items of a stream share its headers, so an item that belongs to a span of its own says so here. What is
+    malformed is dropped and counted.
+    """
+    tracestate: _builtins.str
     @_builtins.property
     def hidden_states(self) -> Global___Tensor:
         """[T, H], FP32, BF16 or FP16. NaN and Inf are computed as they are and stay in their row."""
@@ -228,10 +236,12 @@ class ForwardRequest(_message.Message):
         attempt: _builtins.int = ...,
         row_valid: _builtins.bytes = ...,
         pair_valid: _builtins.bytes = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hidden_states", b"hidden_states", "topk_ids", b"topk_ids", "topk_weights", b"topk_weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "hidden_states", b"hidden_states", "layer", b"layer", "model", b"model", "pair_valid", b"pair_valid", "phase", b"phase", "request_id", b"request_id", "row_valid", b"row_valid", "topk_ids", b"topk_ids", "topk_weights", b"topk_weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "hidden_states", b"hidden_states", "layer", b"layer", "model", b"model", "pair_valid", b"pair_valid", "phase", b"phase", "request_id", b"request_id", "row_valid", b"row_valid", "topk_ids", b"topk_ids", "topk_weights", b"topk_weights", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

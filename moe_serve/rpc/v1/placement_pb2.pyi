@@ -591,23 +591,60 @@ class ComputePlanRequest(_message.Message):
 
     POLICY_FIELD_NUMBER: _builtins.int
     MAX_MOVES_FIELD_NUMBER: _builtins.int
+    BEFORE_PLAN_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Empty = the configured policy."""
     max_moves: _builtins.int
     """0 = the configured limit."""
+    before_plan: _builtins.str
+    """A plan back to the placement before this plan began, instead of what a policy wants; "newest" = the newest known."""
+    @_builtins.property
+    def target(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankTarget]:
+        """A plan to exactly this placement, instead of what a policy wants: every rank named once."""
+
     def __init__(
         self,
         *,
         policy: _builtins.str = ...,
         max_moves: _builtins.int = ...,
+        before_plan: _builtins.str = ...,
+        target: _abc.Iterable[Global___RankTarget] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_moves", b"max_moves", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_plan", b"before_plan", "max_moves", b"max_moves", "policy", b"policy", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ComputePlanRequest: _TypeAlias = ComputePlanRequest  # noqa: Y015
+
+@_typing.final
+class RankTarget(_message.Message):
+    """What one rank is to hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    @_builtins.property
+    def experts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Experts as layer * num_experts + expert, each once."""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        experts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankTarget: _TypeAlias = RankTarget  # noqa: Y015
 
 @_typing.final
 class PlanView(_message.Message):
@@ -659,16 +696,30 @@ class ComputePlanResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PLAN_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    BEFORE_PLAN_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    before_plan: _builtins.str
+    """The plan whose beginning it leads back to, "" where none was named."""
+    paused: _builtins.bool
+    """Automatic plans are paused now. While they are not, they may move things away from a given placement again."""
     @_builtins.property
     def plan(self) -> Global___PlanView: ...
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of a plan to a given placement: what follows from it that nobody asked for."""
+
     def __init__(
         self,
         *,
         plan: Global___PlanView | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+        before_plan: _builtins.str = ...,
+        paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_plan", b"before_plan", "notes", b"notes", "paused", b"paused", "plan", b"plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -991,6 +1042,7 @@ class DecisionRecord(_message.Message):
     REALISED_GAIN_S_PER_S_FIELD_NUMBER: _builtins.int
     COPY_BYTES_FIELD_NUMBER: _builtins.int
     WALL_TIME_S_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     at_s: _builtins.float
     seq: _builtins.int
     rule: _builtins.str
@@ -1005,6 +1057,10 @@ class DecisionRecord(_message.Message):
     """Seconds since the Unix epoch, for people."""
     @_builtins.property
     def numbers(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Other ways that were looked at, each as "rule: why not"."""
+
     def __init__(
         self,
         *,
@@ -1020,10 +1076,11 @@ class DecisionRecord(_message.Message):
         realised_gain_s_per_s: _builtins.float = ...,
         copy_bytes: _builtins.int = ...,
         wall_time_s: _builtins.float = ...,
+        refused: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "copy_bytes", b"copy_bytes", "detail", b"detail", "expected_gain_s_per_s", b"expected_gain_s_per_s", "move_id", b"move_id", "numbers", b"numbers", "outcome", b"outcome", "plan_id", b"plan_id", "realised_gain_s_per_s", b"realised_gain_s_per_s", "rule", b"rule", "seq", b"seq", "wall_time_s", b"wall_time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "copy_bytes", b"copy_bytes", "detail", b"detail", "expected_gain_s_per_s", b"expected_gain_s_per_s", "move_id", b"move_id", "numbers", b"numbers", "outcome", b"outcome", "plan_id", b"plan_id", "realised_gain_s_per_s", b"realised_gain_s_per_s", "refused", b"refused", "rule", b"rule", "seq", b"seq", "wall_time_s", b"wall_time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1048,6 +1105,303 @@ class WatchEventsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchEventsResponse: _TypeAlias = WatchEventsResponse  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """How far to look back; 0 = the newest ten windows."""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class Stage(_message.Message):
+    """Where requests of one phase spent their time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    P50_S_FIELD_NUMBER: _builtins.int
+    P99_S_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    phase: _builtins.str
+    """prefill | decode"""
+    stage: _builtins.str
+    """queue | split | wire | wait | compute | combine | other"""
+    requests: _builtins.int
+    seconds: _builtins.float
+    """Sum over the requests."""
+    p50_s: _builtins.float
+    p99_s: _builtins.float
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Requests by seconds: one count for each bound, then those above the last."""
+
+    def __init__(
+        self,
+        *,
+        phase: _builtins.str = ...,
+        stage: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        p50_s: _builtins.float = ...,
+        p99_s: _builtins.float = ...,
+        buckets: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "p50_s", b"p50_s", "p99_s", b"p99_s", "phase", b"phase", "requests", b"requests", "seconds", b"seconds", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stage: _TypeAlias = Stage  # noqa: Y015
+
+@_typing.final
+class Cause(_message.Message):
+    """Something that holds requests up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EvidenceEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    NEXT_STEP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    EXPERT_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """hot_expert | imbalance | slow_rank | copy | overload | cold_start | memory | controller_away"""
+    share: _builtins.float
+    """Of the time of the requests that it costs, 0 to 1."""
+    text: _builtins.str
+    """One sentence for people, with the numbers."""
+    next_step: _builtins.str
+    rank: _builtins.int
+    """-1 = none in particular."""
+    layer: _builtins.int
+    expert: _builtins.int
+    @_builtins.property
+    def evidence(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Numbers it was found by; their names carry units."""
+
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        share: _builtins.float = ...,
+        text: _builtins.str = ...,
+        next_step: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        layer: _builtins.int = ...,
+        expert: _builtins.int = ...,
+        evidence: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "expert", b"expert", "kind", b"kind", "layer", b"layer", "next_step", b"next_step", "rank", b"rank", "share", b"share", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Cause: _TypeAlias = Cause  # noqa: Y015
+
+@_typing.final
+class RankPart(_message.Message):
+    """How one rank took part in answering."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    SUB_CALLS_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    LATE_S_FIELD_NUMBER: _builtins.int
+    WIRE_S_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
+    PAIRS_FIELD_NUMBER: _builtins.int
+    SLOWNESS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    sub_calls: _builtins.int
+    last: _builtins.int
+    """Of these, the last of several to come back."""
+    late_s: _builtins.float
+    """By how much they were later than the last but one."""
+    wire_s: _builtins.float
+    wait_s: _builtins.float
+    compute_s: _builtins.float
+    pairs: _builtins.int
+    slowness: _builtins.float
+    """Seconds of compute measured against those that its cost model says, over the same of all ranks: 1 = as the others."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        sub_calls: _builtins.int = ...,
+        last: _builtins.int = ...,
+        late_s: _builtins.float = ...,
+        wire_s: _builtins.float = ...,
+        wait_s: _builtins.float = ...,
+        compute_s: _builtins.float = ...,
+        pairs: _builtins.int = ...,
+        slowness: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "last", b"last", "late_s", b"late_s", "pairs", b"pairs", "rank", b"rank", "slowness", b"slowness", "sub_calls", b"sub_calls", "wait_s", b"wait_s", "wire_s", b"wire_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankPart: _TypeAlias = RankPart  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERDICT_FIELD_NUMBER: _builtins.int
+    CAUSES_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    BOUNDS_S_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    MEAN_S_FIELD_NUMBER: _builtins.int
+    P99_S_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    verdict: _builtins.str
+    """nothing_slow | slow | idle"""
+    seconds: _builtins.float
+    """Looked at, and how old the newest of it is."""
+    age_s: _builtins.float
+    requests: _builtins.int
+    mean_s: _builtins.float
+    p99_s: _builtins.float
+    @_builtins.property
+    def causes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cause]:
+        """Greatest share first."""
+
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]: ...
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPart]: ...
+    @_builtins.property
+    def bounds_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Upper bounds of Stage.buckets."""
+
+    @_builtins.property
+    def newest(self) -> Global___DecisionRecord:
+        """The newest decision, and why nothing moves where nothing moves."""
+
+    def __init__(
+        self,
+        *,
+        verdict: _builtins.str = ...,
+        causes: _abc.Iterable[Global___Cause] | None = ...,
+        stages: _abc.Iterable[Global___Stage] | None = ...,
+        ranks: _abc.Iterable[Global___RankPart] | None = ...,
+        bounds_s: _abc.Iterable[_builtins.float] | None = ...,
+        seconds: _builtins.float = ...,
+        age_s: _builtins.float = ...,
+        requests: _builtins.int = ...,
+        mean_s: _builtins.float = ...,
+        p99_s: _builtins.float = ...,
+        newest: Global___DecisionRecord | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "bounds_s", b"bounds_s", "causes", b"causes", "mean_s", b"mean_s", "newest", b"newest", "p99_s", b"p99_s", "ranks", b"ranks", "requests", b"requests", "seconds", b"seconds", "stages", b"stages", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class ExplainPlanRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_ID_FIELD_NUMBER: _builtins.int
+    plan_id: _builtins.str
+    """"" = the newest."""
+    def __init__(
+        self,
+        *,
+        plan_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan_id", b"plan_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainPlanRequest: _TypeAlias = ExplainPlanRequest  # noqa: Y015
+
+@_typing.final
+class ExplainPlanResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
+    MEASURED_BEFORE_FIELD_NUMBER: _builtins.int
+    MEASURED_AFTER_FIELD_NUMBER: _builtins.int
+    measured_before: _builtins.float
+    """Measured balancedness of the last window before it began and of the first whole one after it ended; 0 = not known."""
+    measured_after: _builtins.float
+    @_builtins.property
+    def plan(self) -> Global___PlanView: ...
+    @_builtins.property
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionRecord]:
+        """About this plan, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        plan: Global___PlanView | None = ...,
+        records: _abc.Iterable[Global___DecisionRecord] | None = ...,
+        measured_before: _builtins.float = ...,
+        measured_after: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["measured_after", b"measured_after", "measured_before", b"measured_before", "plan", b"plan", "records", b"records"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainPlanResponse: _TypeAlias = ExplainPlanResponse  # noqa: Y015
 
 @_typing.final
 class PauseRequest(_message.Message):

@@ -75,6 +75,16 @@ class PlacementServiceStub:
                 request_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.WatchEventsResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/moe_serve.rpc.v1.PlacementService/Explain',
+                request_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.ExplainPlan = channel.unary_unary(
+                '/moe_serve.rpc.v1.PlacementService/ExplainPlan',
+                request_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ExplainPlanRequest.SerializeToString,
+                response_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ExplainPlanResponse.FromString,
+                _registered_method=True)
         self.Pause = channel.unary_unary(
                 '/moe_serve.rpc.v1.PlacementService/Pause',
                 request_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.PauseRequest.SerializeToString,
@@ -182,6 +192,20 @@ class PlacementServiceServicer:
 
     def WatchEvents(self, request, context):
         """Decision records, oldest first, then as they come.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Why it is slow now: where requests spent their time, and what held them up, from what was measured lately.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainPlan(self, request, context):
+        """All that is known of one plan: the numbers it was made on, what was refused, what became of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -299,6 +323,16 @@ def add_PlacementServiceServicer_to_server(servicer, server):
                     servicer.WatchEvents,
                     request_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.WatchEventsRequest.FromString,
                     response_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.WatchEventsResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ExplainRequest.FromString,
+                    response_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ExplainResponse.SerializeToString,
+            ),
+            'ExplainPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainPlan,
+                    request_deserializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ExplainPlanRequest.FromString,
+                    response_serializer=moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ExplainPlanResponse.SerializeToString,
             ),
             'Pause': grpc.unary_unary_rpc_method_handler(
                     servicer.Pause,
@@ -568,6 +602,60 @@ class PlacementService:
             '/moe_serve.rpc.v1.PlacementService/WatchEvents',
             moe__serve_dot_rpc_dot_v1_dot_placement__pb2.WatchEventsRequest.SerializeToString,
             moe__serve_dot_rpc_dot_v1_dot_placement__pb2.WatchEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moe_serve.rpc.v1.PlacementService/Explain',
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ExplainRequest.SerializeToString,
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moe_serve.rpc.v1.PlacementService/ExplainPlan',
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ExplainPlanRequest.SerializeToString,
+            moe__serve_dot_rpc_dot_v1_dot_placement__pb2.ExplainPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

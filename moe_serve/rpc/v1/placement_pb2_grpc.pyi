@@ -49,6 +49,10 @@ class PlacementServiceStub:
     """One message for each closed window."""
     WatchEvents: _grpc.UnaryStreamMultiCallable[_placement_pb2.WatchEventsRequest, _placement_pb2.WatchEventsResponse]
     """Decision records, oldest first, then as they come."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_placement_pb2.ExplainRequest, _placement_pb2.ExplainResponse]
+    """Why it is slow now: where requests spent their time, and what held them up, from what was measured lately."""
+    ExplainPlan: _grpc.UnaryUnaryMultiCallable[_placement_pb2.ExplainPlanRequest, _placement_pb2.ExplainPlanResponse]
+    """All that is known of one plan: the numbers it was made on, what was refused, what became of it."""
     Pause: _grpc.UnaryUnaryMultiCallable[_placement_pb2.PauseRequest, _placement_pb2.PauseResponse]
     """Stop automatic plans. Repairs go on, running steps finish."""
     Resume: _grpc.UnaryUnaryMultiCallable[_placement_pb2.ResumeRequest, _placement_pb2.ResumeResponse]
@@ -91,6 +95,10 @@ class PlacementServiceAsyncStub(PlacementServiceStub):
     """One message for each closed window."""
     WatchEvents: _aio.UnaryStreamMultiCallable[_placement_pb2.WatchEventsRequest, _placement_pb2.WatchEventsResponse]  # type: ignore[assignment]
     """Decision records, oldest first, then as they come."""
+    Explain: _aio.UnaryUnaryMultiCallable[_placement_pb2.ExplainRequest, _placement_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Why it is slow now: where requests spent their time, and what held them up, from what was measured lately."""
+    ExplainPlan: _aio.UnaryUnaryMultiCallable[_placement_pb2.ExplainPlanRequest, _placement_pb2.ExplainPlanResponse]  # type: ignore[assignment]
+    """All that is known of one plan: the numbers it was made on, what was refused, what became of it."""
     Pause: _aio.UnaryUnaryMultiCallable[_placement_pb2.PauseRequest, _placement_pb2.PauseResponse]  # type: ignore[assignment]
     """Stop automatic plans. Repairs go on, running steps finish."""
     Resume: _aio.UnaryUnaryMultiCallable[_placement_pb2.ResumeRequest, _placement_pb2.ResumeResponse]  # type: ignore[assignment]
@@ -178,6 +186,22 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_placement_pb2.WatchEventsResponse], _abc.AsyncIterator[_placement_pb2.WatchEventsResponse]]:
         """Decision records, oldest first, then as they come."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _placement_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_placement_pb2.ExplainResponse, _abc.Awaitable[_placement_pb2.ExplainResponse]]:
+        """Why it is slow now: where requests spent their time, and what held them up, from what was measured lately."""
+
+    @_abc_1.abstractmethod
+    def ExplainPlan(
+        self,
+        request: _placement_pb2.ExplainPlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_placement_pb2.ExplainPlanResponse, _abc.Awaitable[_placement_pb2.ExplainPlanResponse]]:
+        """All that is known of one plan: the numbers it was made on, what was refused, what became of it."""
 
     @_abc_1.abstractmethod
     def Pause(

@@ -15,7 +15,7 @@ import pytest
 from ray.exceptions import RaySystemError
 from typer.testing import CliRunner
 
-from moe_serve.bootstrap import keep, kept_service, service
+from moe_serve.bootstrap import keep, kept_service, refusals, service
 from moe_serve.bootstrap.keep import CALM_S, LOOK_S, PAUSE_FIRST_S, PAUSE_MAX_S, SILENT_S, Keeper
 from moe_serve.bootstrap.kept_service import KeptService
 from moe_serve.bootstrap.record import (
@@ -188,7 +188,7 @@ def test_what_a_person_took_down_stays_down() -> None:
 @pytest.fixture(autouse=True)
 def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    for module in (service, kept_service):
+    for module in (refusals, kept_service):
         monkeypatch.setattr(module, "answers", lambda address: address == "lives")
 
 
@@ -290,13 +290,13 @@ def test_what_a_dead_service_left_is_cleared_before_the_next_is_started(tmp_path
         # Its head is dead; what that had started is not.
         dead = a_record(ray_pids=(2**22 + 1,), ray_temp_dir=str(folder))
         write_record(dead)
-        assert service.check_not_running("s") == dead
+        assert refusals.check_not_running("s") == dead
         kept_service_of().clear(dead)
         orphan.wait(10.0)
     assert not folder.exists()
     with pytest.raises(NotFound):
         read_record("s")
-    assert service.check_not_running("s") is None
+    assert refusals.check_not_running("s") is None
     remove_record("s")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moe_serve.bootstrap import service, starting
+from moe_serve.bootstrap import refusals, service, starting
 from moe_serve.bootstrap.record import (
     ServiceRecord,
     claimed,
@@ -167,9 +167,9 @@ def test_a_journal_nobody_could_go_on_with_is_refused_before_ray_starts(
     monkeypatch.setattr(starting, "start_local_ray", never)
     config = parse_config(EXAMPLE.read_bytes(), str(EXAMPLE))
     monkeypatch.setattr(service, "checked_model", lambda _config: None)
-    service.check_journal(config)  # there is none yet
+    refusals.check_journal(config)  # there is none yet
     StateStore(service_dir(config.service), config.service).close()
-    service.check_journal(config)
+    refusals.check_journal(config)
     file = service_dir(config.service) / STATE_FILE
     if statement:
         db = sqlite3.connect(file)

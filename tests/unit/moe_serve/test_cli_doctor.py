@@ -230,6 +230,14 @@ def test_a_token_file_that_is_open_is_seen(tmp_path: Path) -> None:
     assert SECRET not in str(file_checks(config))
 
 
+def test_a_certificate_and_its_key_are_looked_at_together(tmp_path: Path) -> None:
+    security = SecurityConfig(tls_cert_file=tmp_path / "c.pem", tls_key_file=tmp_path / "k.pem")
+    config = load_config(EXAMPLE).model_copy(update={"security": security})
+    row = _row(file_checks(config), "TLS certificate")
+    assert row.level is Level.FAIL
+    assert "k.pem" in row.detail
+
+
 # -- the command ---------------------------------------------------------------------------------
 
 

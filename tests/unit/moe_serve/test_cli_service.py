@@ -5,14 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from moe_serve import __version__
+from moe_serve.bootstrap import kept_service, refusals, service
 from moe_serve.bootstrap.preflight import NodeCheck, NodeFacts
 from moe_serve.bootstrap.record import ServiceRecord, read_record, write_record
 from moe_serve.cli.app import app
+from moe_serve.cli.commands import service as commands
 from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.output import Output
 from moe_serve.cli.service_file import read_service_file
@@ -206,6 +209,26 @@ def test_a_service_that_is_up_says_where(capsys: pytest.CaptureFixture[str]) -> 
     assert "(started here)" in out
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_up_in_a_pipe_prints_its_steps_and_no_bar(
+    monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    def up(_config: object, **given: Any) -> ServiceRecord:
+        given["progress"]("filling the ranks")
+        given["on_filled"](3, 128)
+        return _record("tiny-moe")
+
+    def kept(_service: str, _file: str, start: Any, **given: Any) -> None:
+        given["on_up"](start())
+
+    monkeypatch.setattr(service, "up", up)
+    monkeypatch.setattr(kept_service, "keep", kept)
+    monkeypatch.setattr(commands, "end_as_interrupted", lambda: None)
+    result = _run("up", "-f", str(EXAMPLE), *(["--keep"] if keep else []))
+    assert (result.exit_code, result.stderr) == (0, "filling the ranks\n")
+    assert "Service tiny-moe is up" in result.stdout
+
+
 # -- down ----------------------------------------------------------------------------------------
 
 
@@ -227,6 +250,28 @@ def test_down_without_a_service_says_so() -> None:
     result = _run("down", "-y")
     assert result.exit_code == ExitCode.UNREACHABLE
     assert "no single service record" in result.stderr
+
+
+def test_a_dry_run_says_that_the_service_runs_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_record(_record("tiny-moe"))
+    monkeypatch.setattr(refusals, "answers", lambda _address: True)
+    result = _run("up", "-f", str(EXAMPLE), "--dry-run")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "service 'tiny-moe' is running already" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_a_dry_run_says_what_a_dead_service_left(
+    monkeypatch: pytest.MonkeyPatch, died: bool
+) -> None:
+    if died:
+        write_record(_record("tiny-moe"))
+    monkeypatch.setattr(refusals, "answers", lambda _address: False)
+    said = _run("up", "-f", str(EXAMPLE), "--dry-run")
+    assert said.exit_code == 0
+    assert ("is recorded here and does not run" in said.stdout) is died
+    shown = json.loads(_run("up", "-f", str(EXAMPLE), "--dry-run", "-o", "json").stdout)
+    assert (shown["would_start"], shown["replaces_dead"]) == (True, died)
 
 
 def test_a_dry_run_refuses_a_token_file_that_others_may_read(tmp_path: Path) -> None:

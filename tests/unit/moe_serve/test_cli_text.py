@@ -5,7 +5,9 @@ import sys
 from io import StringIO
 
 import pytest
+import yaml
 
+from moe_serve.cli.exits import EPILOG, MEANINGS, ExitCode
 from moe_serve.cli.figures import shown_bytes, shown_counts, shown_imbalance, shown_seconds
 from moe_serve.cli.output import Output, OutputFormat, columns, console
 from moe_serve.cli.plain import enum_word, plain
@@ -39,6 +41,12 @@ def test_imbalance_of_a_balancedness() -> None:
 def test_counts_in_order_of_name() -> None:
     assert shown_counts({"replicate": 3, "migrate": 0, "evict": 1}) == "1 evict, 3 replicate"
     assert shown_counts({}) == "none"
+
+
+def test_every_exit_code_has_a_meaning_and_stands_in_the_help() -> None:
+    assert list(MEANINGS) == list(ExitCode)
+    for code, text in MEANINGS.items():
+        assert f"{code.value} {text}" in EPILOG
 
 
 def test_enums_are_words() -> None:
@@ -96,6 +104,22 @@ def test_notes_and_errors_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> No
 def test_json_is_never_folded(capsys: pytest.CaptureFixture[str]) -> None:
     Output(OutputFormat.JSON).line({"a": "x " * 400}, "")
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_yaml_holds_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = {"b": [1, 2.5, None], "a": "ü: x", "on": True, "no": "no", "long": "w " * 300}
+    Output(OutputFormat.YAML).data(plain, ["not shown"])
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text) == plain
+    assert text.startswith("b:\n")
+    assert "ü: x" in text
+
+
+def test_a_stream_of_yaml_is_a_document_an_entry(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(OutputFormat.YAML)
+    for number in (1, 2):
+        output.line({"n": number}, "not shown")
+    assert list(yaml.safe_load_all(capsys.readouterr().out)) == [{"n": 1}, {"n": 2}]
 
 
 class _Terminal(StringIO):

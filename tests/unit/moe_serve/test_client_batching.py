@@ -45,7 +45,7 @@ def arrays(rows: int, k: int = 2, hidden: int = 8, *, masks: bool = True) -> cod
     rows=st.integers(0, 200),
     k=st.integers(1, 5),
     hidden=st.integers(1, 40),
-    limit=st.integers(1400, 6000),
+    limit=st.integers(2424, 7024),
 )
 def test_every_part_fits_the_limit_and_the_parts_are_the_whole(
     rows: int, k: int, hidden: int, limit: int

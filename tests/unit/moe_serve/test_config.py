@@ -147,3 +147,20 @@ def test_what_may_never_end_is_not_read(tmp_path: Path, name: str) -> None:
         file.symlink_to("/dev/zero")
     with pytest.raises(ConfigInvalid, match="no regular file"):
         load_config(file)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["collector:4317", "http://", "https://a/v1/traces", "ftp://a"]
+)
+def test_what_is_no_collector_is_refused_in_words(endpoint: str) -> None:
+    text = GOOD + f"telemetry: {{otlp_endpoint: '{endpoint}'}}\n".encode()
+    with pytest.raises(ConfigInvalid, match="of an OTLP collector"):
+        parse_config(text, "f.yaml")
+
+
+def test_logs_and_traces_are_off_by_default_and_on_by_a_line() -> None:
+    plain = parse_config(GOOD, "f.yaml")
+    assert (plain.log.slow_request_ms, plain.telemetry.otlp_endpoint) == (0.0, "")
+    text = b"log: {slow_request_ms: 250}\ntelemetry: {otlp_endpoint: 'http://[::1]:4317'}\n"
+    told = parse_config(GOOD + text, "f.yaml")
+    assert (told.log.slow_request_ms, told.telemetry.trace_share) == (250.0, 0.01)

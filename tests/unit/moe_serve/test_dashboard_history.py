@@ -55,11 +55,92 @@ def test_only_the_start_of_a_plan_is_a_mark() -> None:
 def test_a_window_is_one_point() -> None:
     kept = History()
     load = pb.GetLoadResponse(window=3, end_s=12.0, imbalance=0.5, layer_imbalance=[0.2, 0.9])
-    kept.add_point(load, 1012.0)
+    speed = {"p50_s": 0.01, "p99_s": 0.02, "rows_per_s": 500.0}
+    kept.add_point(load, 1012.0, speed)
     kept.add_point(load, 1013.0)
     assert list(kept.points) == [
-        {"wall_s": 1012.0, "window": 3, "imbalance": 0.5, "worst_layer": 0.9}
+        {"wall_s": 1012.0, "window": 3, "imbalance": 0.5, "worst_layer": 0.9, **speed}
     ]
+
+
+def test_a_window_whose_speed_is_not_known_says_so() -> None:
+    kept = History()
+    kept.add_point(pb.GetLoadResponse(window=3, end_s=12.0), 1012.0)
+    assert [kept.points[0][name] for name in ("p50_s", "p99_s", "rows_per_s")] == [None] * 3
+
+
+def measured(plan_id: str = "p", gain: float = 0.25) -> pb.DecisionRecord:
+    return record(
+        9,
+        rule="realised_gain",
+        outcome="done",
+        plan_id=plan_id,
+        expected_gain_s_per_s=0.5,
+        realised_gain_s_per_s=gain,
+    )
+
+
+def test_a_plans_measured_gain_reaches_its_mark_and_its_moves() -> None:
+    kept = History()
+    kept.add_record(record(2, outcome="started", plan_id="p"))
+    kept.update_moves(moved(pb.MOVE_STATE_DONE))
+    seen = kept.moves_version
+    assert kept.moves_after(0)[0]["realised_gain_s_per_s"] is None
+    assert kept.marks[0]["realised_gain_s_per_s"] is None
+    kept.add_record(measured(plan_id="other"))
+    assert kept.moves_version == seen, "another plan's gain changes nothing here"
+    kept.add_record(record(10, rule="realised_gain", plan_id="p", realised_gain_s_per_s=0.125))
+    assert [m["realised_gain_s_per_s"] for m in kept.moves_after(seen)] == [0.125]
+    assert kept.marks[0]["realised_gain_s_per_s"] == 0.125
+    # The controller names the move again: what was measured stays.
+    version = kept.moves_version
+    kept.update_moves(moved(pb.MOVE_STATE_DONE))
+    assert kept.moves_version == version
+
+
+def test_a_gain_that_was_told_before_its_moves_is_not_lost() -> None:
+    kept = History()
+    kept.add_record(measured())
+    kept.add_record(record(2, outcome="started", plan_id="p"))
+    kept.update_moves(moved(pb.MOVE_STATE_DONE))
+    assert kept.moves_after(0)[0]["realised_gain_s_per_s"] == 0.25
+    assert kept.moves_after(0)[0]["plan_expected_gain_s_per_s"] == 0.5
+    assert kept.marks[0]["realised_gain_s_per_s"] == 0.25
+
+
+def several(*moves: tuple[int, int]) -> pb.GetPlacementResponse:
+    made = [
+        pb.Move(plan_id="p", move_id=move_id, state=state, layer=move_id % 2, expert=7)  # type: ignore[arg-type]
+        for move_id, state in moves
+    ]
+    return pb.GetPlacementResponse(moves=made)
+
+
+def test_moves_come_a_page_at_a_time_and_none_is_left_out() -> None:
+    kept = History()
+    done, aborted = int(pb.MOVE_STATE_DONE), int(pb.MOVE_STATE_ABORTED)
+    kept.update_moves(several(*((n, done) for n in range(5))))
+    kept.update_moves(several((1, aborted)))
+    found: list[tuple[int, str]] = []
+    version = 0
+    while True:
+        page, version = kept.moves_page(version, 2)
+        if not page:
+            break
+        assert len(page) <= 2
+        found += [(m["move_id"], m["state"]) for m in page]
+    assert found == [(0, "done"), (2, "done"), (3, "done"), (4, "done"), (1, "aborted")]
+    assert version == kept.moves_version
+
+
+def test_moves_of_a_plan_and_of_an_expert_are_found() -> None:
+    kept = History()
+    kept.update_moves(several(*((n, int(pb.MOVE_STATE_DONE)) for n in range(4))))
+    assert [m["move_id"] for m in kept.moves_of("p")] == [0, 1, 2, 3]
+    assert kept.moves_of("q") == []
+    assert [m["move_id"] for m in kept.moves_of_expert(1, 7, 1)] == [3]
+    assert [m["move_id"] for m in kept.moves_of_expert(0, 7, 9)] == [0, 2]
+    assert kept.moves_of_expert(0, 8, 9) == []
 
 
 def test_a_client_gets_the_moves_that_changed_since_its_version() -> None:

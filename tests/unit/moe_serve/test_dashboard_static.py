@@ -14,6 +14,7 @@ from moe_serve.errors import StartRefused
 
 STATIC = Path(moe_serve.dashboard.__file__).parent / "static"
 OURS = sorted(STATIC.glob("*.js"))
+MODULE_LINES_MAX = 300
 IMPORT = re.compile(r"""(?:\bfrom|\bimport)\s*["']([^"']+)["']""")
 
 
@@ -56,6 +57,21 @@ def test_the_page_fetches_nothing_from_elsewhere_and_has_no_inline_code() -> Non
         assert not re.search(r"https?://|@import|url\(", text), path.name
     for name in re.findall(r'(?:src|href)="(/static/[^"]+)"', html):
         assert (STATIC / name.removeprefix("/static/")).is_file(), name
+
+
+def test_modules_are_short_and_every_one_is_used() -> None:
+    texts = {path.name: path.read_text(encoding="utf-8") for path in OURS}
+    assert [name for name, text in texts.items() if text.count("\n") > MODULE_LINES_MAX] == []
+    imported = {target for text in texts.values() for target in IMPORT.findall(text)}
+    assert {f"./{name}" for name in texts} - imported == {"./app.js"}
+
+
+def test_no_module_makes_markup_or_code_of_text() -> None:
+    for path in OURS:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|\beval\(|new Function", text), (
+            path.name
+        )
 
 
 def test_the_policy_lets_only_our_own_scripts_run() -> None:

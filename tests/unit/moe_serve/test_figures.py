@@ -13,9 +13,9 @@ from moe_serve.controller.figures import Figures
 from moe_serve.controller.parts import PartTable
 from moe_serve.controller.views import placement_view
 from moe_serve.ports import RouterReport, RunningCopy, ShardMemory, ShardReport
-from moe_serve.router.figures import OUTCOMES, PAIRS, RouterFigures
 from moe_serve.rpc import placement_pb2 as pb
 from moe_serve.telemetry import MemorySink, Metrics, make_logger
+from moe_serve.telemetry.router_figures import FATES, OUTCOMES, RouterFigures
 from placement.config import RebalanceConfig
 from placement.engine import RebalanceEngine
 from placement.messages.records import DecisionRecord
@@ -46,7 +46,7 @@ def test_a_decision_is_one_line_and_one_sample() -> None:
     (line,) = [json.loads(text) for text in lines.getvalue().splitlines()]
     assert (line["event"], line["rule"], line["outcome"]) == ("decision", "migrate", "started")
     assert (line["plan_id"], line["seq"]) == ("p", 1)
-    assert value(sink, "decisions_total", "in_balance", "kept") == 1.0
+    assert value(sink, "windows_total", "in_balance") == 1.0
 
 
 def test_a_move_is_timed_from_its_start_to_its_end() -> None:
@@ -56,7 +56,7 @@ def test_a_move_is_timed_from_its_start_to_its_end() -> None:
     figures.decided([record("done", 9.0)])  # begun under a controller before this one
     assert value(sink, "moves_total", "migrate", "done") == 2.0
     assert value(sink, "copy_bytes_total", "migrate") == 20.0
-    assert sink.observations["moe_serve_move_seconds", ("migrate",)] == [2.5]
+    assert sink.observations["moe_serve_move_seconds", ()] == [2.5]
 
 
 def test_a_window_tells_demand_and_where_the_placement_stands() -> None:
@@ -71,11 +71,12 @@ def test_a_window_tells_demand_and_where_the_placement_stands() -> None:
     assert value(sink, "experts", "missing") == spec.num_keys
     pairs = [v for (name, _), v in sink.values.items() if name == "moe_serve_layer_pairs_total"]
     assert sum(pairs) == float(np.sum(window.demand)) > 0.0
-    assert value(sink, "rank_up", "1") == 0.0
+    assert value(sink, "ranks", "expected") == 2.0
+    assert value(sink, "slots", "listed") == 0.0
 
 
 def a_report(served: float, retried: float, **quantiles: float) -> RouterReport:
-    names = [*OUTCOMES.values(), *PAIRS.values(), "tokens", "open_requests", "waiting_requests"]
+    names = [*OUTCOMES.values(), *FATES.values(), "tokens", "open_requests", "waiting_requests"]
     names.append("ejections")
     counters = dict.fromkeys(names, 0.0) | {"requests": served, "retried_pairs": retried}
     return RouterReport(
@@ -92,13 +93,13 @@ def a_report(served: float, retried: float, **quantiles: float) -> RouterReport:
 
 def test_a_routers_totals_become_growth() -> None:
     sink = MemorySink()
-    figures = RouterFigures(Metrics(sink))
+    figures = RouterFigures(Metrics(sink), "router-0")
     figures.tell(a_report(3.0, 1.0, dispatch_p50_s=0.1, dispatch_p99_s=0.2))
     figures.tell(a_report(5.0, 1.0))
-    assert value(sink, "requests_total", "served") == 5.0
-    assert value(sink, "pairs_total", "retried") == 1.0
-    assert value(sink, "request_seconds", "p99") == 0.2
-    assert value(sink, "loop_lag_seconds") == 0.25
+    assert value(sink, "requests_total", "router-0", "served") == 5.0
+    assert value(sink, "pairs_total", "router-0", "retried") == 1.0
+    assert value(sink, "request_seconds", "router-0", "p99") == 0.2
+    assert value(sink, "loop_lag_seconds", "router-0") == 0.25
 
 
 def test_a_window_tells_the_memory_of_a_shard_and_what_is_copied_into_it() -> None:
@@ -128,7 +129,9 @@ def test_a_window_tells_the_memory_of_a_shard_and_what_is_copied_into_it() -> No
         copies=copies,
     )
     assert ShardMemory().fragmentation == 0.0
-    parts.shards[1] = SimpleNamespace(report=report)  # type: ignore[assignment]
+    info = SimpleNamespace(node="n")
+    part = SimpleNamespace(report=report, heard_s=0.0, info=info)
+    parts.shards[1] = part  # type: ignore[assignment]
     figures.window_closed(engine.state, make_window(spec, make_demand(spec, {0: 8.0})))
     assert value(sink, "rank_fragmentation_ratio", "1") == 0.75
     assert value(sink, "copying_bytes") == 13.0
@@ -166,12 +169,12 @@ async def test_what_a_shard_reports_of_its_memory_and_its_copies_is_shown(
 
 def test_ejections_are_counted_as_they_grow() -> None:
     sink = MemorySink()
-    figures = RouterFigures(Metrics(sink))
+    figures = RouterFigures(Metrics(sink), "router-0")
     for total in (0.0, 2.0, 3.0):
         report = a_report(1.0, 0.0)
         report.counters["ejections"] = total
         figures.tell(report)
-    assert value(sink, "ejections_total") == 3.0
+    assert value(sink, "ejections_total", "router-0") == 3.0
 
 
 def test_a_plan_that_stands_still_is_counted_once_whatever_becomes_of_it() -> None:

@@ -17,6 +17,7 @@ from moe_serve.controller.names import PartKind, PartName
 from moe_serve.controller.parts import AnyPart, PartTable, router_part, shard_part
 from moe_serve.controller.polls import Polls
 from moe_serve.controller.settings import SupervisionLimits
+from moe_serve.controller.stages import StageFolder
 from moe_serve.ports import (
     RouterInfo,
     RouterPort,
@@ -106,6 +107,7 @@ class Controller:
             clock=self._clock,  # type: ignore[arg-type]
             parts=self.parts,
             folder=self.folder,
+            stages=StageFolder(),
             host=NoHost(),
             post=self._post,
             fenced=self._fenced,

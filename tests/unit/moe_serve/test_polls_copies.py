@@ -8,6 +8,7 @@ import pytest
 from moe_serve.controller.parts import PartTable, ShardPart
 from moe_serve.controller.polls import Polls
 from moe_serve.controller.settings import SupervisionLimits
+from moe_serve.controller.stages import StageFolder
 from moe_serve.ports import RunningCopy, ShardReport
 from placement.config import RebalanceConfig
 from placement.messages.events import CopyProgress
@@ -35,6 +36,7 @@ class Reported:
             clock=clock,
             parts=PartTable(),
             folder=nobody,
+            stages=StageFolder(),
             host=nobody,
             post=post,
             fenced=lambda error: None,

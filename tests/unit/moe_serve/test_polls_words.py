@@ -14,6 +14,7 @@ from moe_serve.controller.names import PartKind, PartName
 from moe_serve.controller.parts import PartTable, RouterPart, ShardPart, router_part, shard_part
 from moe_serve.controller.polls import Polls
 from moe_serve.controller.settings import SupervisionLimits
+from moe_serve.controller.stages import StageFolder
 from moe_serve.ports import NodeInfo
 from placement.config import RebalanceConfig
 from placement.load import LoadFolder
@@ -52,6 +53,7 @@ class Polled:
             folder=LoadFolder(
                 num_layers=1, num_experts=4, num_ranks=1, window_s=1.0, sub_windows=1, start_s=0.0
             ),
+            stages=StageFolder(),
             host=NoHost(),
             post=post,
             fenced=lambda _error: None,

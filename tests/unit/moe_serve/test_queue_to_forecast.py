@@ -12,6 +12,7 @@ from moe_serve.controller.names import PartKind, PartName
 from moe_serve.controller.parts import PartTable, router_part
 from moe_serve.controller.polls import Polls
 from moe_serve.controller.settings import SupervisionLimits
+from moe_serve.controller.stages import StageFolder
 from moe_serve.ports import DType, RouterReport
 from moe_serve.router.checks import ForwardInput
 from moe_serve.router.dispatch import RouterCore
@@ -113,6 +114,7 @@ class Service:
             clock=self.clock,  # type: ignore[arg-type]
             parts=self.parts,
             folder=self.folder,
+            stages=StageFolder(),
             host=NoHost(),
             post=self._post,
             fenced=lambda _error: None,

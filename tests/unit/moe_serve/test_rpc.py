@@ -281,7 +281,8 @@ def test_every_method_has_a_role_and_an_unknown_one_is_the_admins() -> None:
     assert len(roles) == count
     admin = {name.rpartition("/")[2] for name, role in roles.items() if role is Role.ADMIN}
     assert {"ApplyPlan", "DrainRank", "SetBudget", "Pause", "ComputePlan"} <= admin
-    assert roles["/moe_serve.rpc.v1.PlacementService/WatchEvents"] is Role.READ
+    for read in ("WatchEvents", "Explain", "ExplainPlan"):
+        assert roles[f"/moe_serve.rpc.v1.PlacementService/{read}"] is Role.READ
     assert roles["/moe_serve.rpc.v1.DispatchService/GetModelSpec"] is Role.DISPATCH
 
 

@@ -126,6 +126,8 @@ async def day_of_an_operator(folder: Path, network: Network) -> dict[str, object
             ("GetPlacement", pb.GetPlacementRequest()),
             ("ListSteps", pb.ListStepsRequest()),
             ("GetLoad", pb.GetLoadRequest()),
+            ("Explain", pb.ExplainRequest()),
+            ("ExplainPlan", pb.ExplainPlanRequest()),
         ):
             assert await ask(method, request) is not None
         await ask("DrainRank", pb.DrainRankRequest(rank=2))

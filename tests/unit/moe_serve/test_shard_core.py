@@ -556,6 +556,24 @@ def test_seconds_of_a_batch_are_shared_out_by_pairs(rig: Rig) -> None:
     assert stale == 0.0
 
 
+def test_a_reply_says_how_long_its_sub_call_was_there_in_all(rig: Rig) -> None:
+    """Its own share of the computing, and what it waited for the others' in the same batch."""
+    learn(rig, 4)
+    rig.backend.on_forward = lambda _pairs: time.sleep(0.01)
+    began_s = rig.core.clock()
+    answers = [enqueue(rig, rig.call(n, [0], call_id=n)) for n in (1, 3)]
+    time.sleep(0.02)
+    rig.core.serve_waiting()
+    took_s = rig.core.clock() - began_s
+    one, three = (answer.get() for answer in answers)
+    for reply in (one, three):
+        assert reply.queue_s >= 0.02
+        assert reply.compute_s + reply.rest_s >= 0.01
+        assert reply.queue_s + reply.compute_s + reply.rest_s <= took_s
+    assert one.rest_s >= three.compute_s
+    assert three.rest_s >= one.compute_s
+
+
 def test_a_batch_of_a_size_not_yet_computed_is_the_compute_threads(rig: Rig) -> None:
     learn(rig, 1)
     threads = on_threads(rig)

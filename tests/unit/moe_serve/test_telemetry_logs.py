@@ -34,8 +34,8 @@ def test_a_line_has_time_level_event_and_fields() -> None:
     log = make_logger(stream, service="tiny", part="router-0").bind(term=3)
     log.info("table applied", epoch=7)
     (line,) = _lines(stream)
-    assert list(line)[:3] == ["at", "level", "event"]
-    assert line.pop("at").endswith("Z")
+    assert list(line)[:3] == ["ts", "level", "event"]
+    assert line.pop("ts").endswith("Z")
     assert line == {
         "level": "info",
         "event": "table applied",

@@ -3,6 +3,7 @@ what it cannot know it refuses in words."""
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import msgspec
@@ -11,16 +12,18 @@ import pytest
 from google.protobuf.message import Message
 
 from moe_serve.errors import InvalidArgument
-from moe_serve.ports import ShardInfo
+from moe_serve.ports import DType, RouterReport, RowStatus, ShardInfo, SubReply
 from moe_serve.router.checks import check_forward
 from moe_serve.rpc import codec, dispatch_pb2
 from moe_serve.rpc import placement_pb2 as pb
+from moe_serve.wire import codec as codec_of_the_wire
 from moe_serve.wire.frame import MAGIC, PREFIX, VERSION, read_prefix
 from placement.messages import events as ev
 from placement.messages.codec import decode_as, decode_command, decode_event, encode
 from placement.messages.effects import EndRank, ReserveSlot
 from placement.routing import RoutingTable
 from tests.builders import make_address, make_layout, make_spec, make_table
+from tests.fakes.sub_calls import sub_reply
 
 NEW_FIELD = bytes([0xFA, 0xFF, 0x03]) + bytes([5]) + b"later"
 """Field 8191, length-delimited: one that no message of ours has."""
@@ -134,6 +137,37 @@ def test_a_command_of_a_later_version_is_refused_in_words() -> None:
 
 
 # -- the wire ------------------------------------------------------------------------------------
+
+EARLIER_REPLY = struct.Struct("<qqqdqddBxHIII")
+"""Header of a reply as releases wrote and read it that did not tell `rest_s`."""
+
+
+def test_a_reply_of_a_later_shard_is_understood_by_an_earlier_router() -> None:
+    told = sub_reply(np.ones((1, 4), np.float32), [RowStatus.SERVED], rest_s=0.25, detail="é")
+    header, status, partial = (bytes(frame) for frame in codec_of_the_wire.encode(told))
+    values = EARLIER_REPLY.unpack_from(header, PREFIX.size)
+    assert values[3:7] == (told.backlog_s, told.backlog_seq, told.queue_s, told.compute_s)
+    assert values[7:] == (int(DType.FLOAT32), 2, 4, 1, 1)
+    assert header[PREFIX.size + EARLIER_REPLY.size :] == "é".encode()
+    assert (status, partial) == (b"\0", told.partial.tobytes())
+
+
+def test_a_reply_of_an_earlier_shard_tells_no_rest() -> None:
+    told = sub_reply(np.ones((1, 4), np.float32), [RowStatus.SERVED], rest_s=0.25)
+    frames = [bytes(frame) for frame in codec_of_the_wire.encode(told)]
+    values = EARLIER_REPLY.unpack_from(frames[0], PREFIX.size)
+    frames[0] = frames[0][: PREFIX.size] + EARLIER_REPLY.pack(*values)
+    arrived = codec_of_the_wire.decode(frames)
+    assert isinstance(arrived, SubReply)
+    assert (arrived.queue_s, arrived.compute_s) == (told.queue_s, told.compute_s)
+    assert arrived.rest_s == 0.0
+
+
+def test_a_router_of_an_earlier_release_tells_no_stages() -> None:
+    told = RouterReport("r0", 1, 2, 1, (), ())
+    raw: dict[str, Any] = msgspec.msgpack.decode(encode(told))
+    del raw["stages"]
+    assert decode_as(msgspec.msgpack.encode(raw), RouterReport).stages is None
 
 
 @pytest.mark.parametrize("version", [0, VERSION + 1, 255])

@@ -21,6 +21,7 @@ from moe_serve.errors import (
 )
 from moe_serve.ports import Cause, DType, RowStatus, SubCall, SubReply
 from moe_serve.rpc import codec
+from moe_serve.wire.byte_seconds import SECONDS_OF, byte_of
 from moe_serve.wire.codec import decode, encode, forward_bytes_max
 from moe_serve.wire.frame import (
     CHUNK_BYTES_MAX,
@@ -301,6 +302,36 @@ def test_a_long_detail_is_cut_between_characters() -> None:
     arrived = decode(frames_of(dataclasses.replace(reply(), detail="é" * 2000)))
     assert isinstance(arrived, SubReply)
     assert arrived.detail == "é" * 512
+
+
+seconds = st.floats(0.0, 1e6)
+
+
+@given(seconds, seconds, seconds, seconds)
+@example(0.0, 0.0, 0.0, SECONDS_OF[1])
+@example(0.0, 0.0, 0.0, SECONDS_OF[255])
+def test_what_a_shard_says_of_its_time_arrives(
+    backlog_s: float, queue_s: float, compute_s: float, rest_s: float
+) -> None:
+    told = {"backlog_s": backlog_s, "queue_s": queue_s, "compute_s": compute_s}
+    arrived = decode(frames_of(dataclasses.replace(reply(), **told, rest_s=rest_s)))
+    assert isinstance(arrived, SubReply)
+    assert told == {name: getattr(arrived, name) for name in told}
+    assert arrived.rest_s == pytest.approx(min(rest_s, SECONDS_OF[255]), rel=0.04, abs=1e-6)
+    again = decode(frames_of(arrived))
+    assert isinstance(again, SubReply)
+    assert again.rest_s == arrived.rest_s
+
+
+@given(st.floats(), st.floats())
+def test_every_number_has_a_byte_and_a_longer_time_no_lower_one(one: float, other: float) -> None:
+    assert 0 <= byte_of(one) <= 255
+    if one <= other:
+        assert byte_of(one) <= byte_of(other)
+
+
+def test_every_byte_has_seconds_of_its_own() -> None:
+    assert [byte_of(found) for found in SECONDS_OF] == list(range(256))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """When a snapshot is due, and what waits while the journal takes nothing."""
 
+import msgspec
+
 from placement.engine import Durability
 from placement.messages import events as ev
 from placement.messages.effects import (
@@ -104,3 +106,24 @@ def test_an_emptied_shard_is_ended_only_when_routers_could_hear_of_the_table():
     assert durable.due(10.0 + wait_s) == (end, emptied)
     assert durable.due(11.0 + wait_s) == ()
     assert durable.may_leave(end, 10.0 + wait_s)
+
+
+def test_a_table_that_lists_what_is_not_written_waits_and_nothing_else_of_its_effects():
+    driver = two_ranks(slots=3)
+    seen = moving(driver)
+    listing = next(e for e in seen if any(t.after == "listed" for t in e.transitions))
+    (table,) = (c for c in listing.commands if isinstance(c, PublishTable))
+    newest = table.table
+    others = msgspec.structs.replace(newest, replica_tag=newest.replica_tag + 1000)
+    lost = ReplaceRank(rank=0, lost_incarnation=1)
+    durable = Durability(driver.engine, snapshot_every=1000)
+    both = Effects(commands=(table, lost))
+    assert durable.leaving(both) is both, "nothing waits yet"
+    durable.withhold(listing)
+    assert not durable.must_wait(both)
+    assert durable.leaving(both).commands == (lost,)
+    assert [e.commands for e in durable.withheld[1:]] == [(table,)]
+    fine = Effects(commands=(PublishTable(table=others),))
+    assert durable.leaving(fine) is fine, "it lists only what is written"
+    durable.all_written(driver.engine, 50.0)
+    assert durable.leaving(both) is both

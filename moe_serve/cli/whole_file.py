@@ -1,0 +1,34 @@
+"""Files that a command writes because an option asks for them: whole, or not at all.
+
+Responsible for that, and for naming the option where a file cannot be written. Called by the
+commands that draw or export.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moe_serve.errors import InvalidArgument
+
+
+def write_whole(file: Path, data: bytes, option: str) -> None:
+    """Replace a file by these bytes, or leave it as it was. Raises InvalidArgument where it cannot
+    be written, or is no regular file."""
+    try:
+        if file.exists() and not file.is_file():
+            raise InvalidArgument(
+                f"{option} {file} cannot be written: it is no regular file; name one in a folder "
+                "that exists"
+            )
+        fresh = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+        try:
+            fresh.write_bytes(data)
+            fresh.replace(file)
+        finally:
+            fresh.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InvalidArgument(
+            f"{option} {file} cannot be written: {reason}; name a file in a folder that exists"
+        ) from error

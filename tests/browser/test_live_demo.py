@@ -1,0 +1,214 @@
+"""The page of a real demo, watched in a browser while a model writes text and experts move.
+
+What the other tests of the page make up, this one takes from a running service: which domain is
+written is read from the demo's own words, load from the page's API, pictures from the browser.
+"""
+
+import asyncio
+import base64
+import contextlib
+import re
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.browser.cdp import Tab, browser_tab
+from tests.browser.rig import DRAWN, MARKS, PIXELS, PROGRAM, SPOKEN, WORTH
+from tests.cli_process import Shell
+
+SECONDS = 48
+"""Two rounds through eight domains of three seconds each; the browser looks at most of one."""
+START_S = 240.0
+WATCH_S = 8.0
+HALF_S = 0.75
+"""Text this near to a window is what was written in it."""
+pytestmark = [*MARKS, pytest.mark.integration, pytest.mark.timeout(420)]
+
+
+@dataclass
+class Watched:
+    """Everything seen. domains: (domain, loop seconds at which its text was written); frames: load
+    [layers, experts] by window with the loop seconds at which it was read; pictures: one number a
+    window that was drawn."""
+
+    domains: list[tuple[str, float]] = field(default_factory=list)
+    frames: dict[int, tuple[float, NDArray[np.float64]]] = field(default_factory=dict)
+    pictures: dict[int, int] = field(default_factory=dict)
+    moves: list[dict[str, Any]] = field(default_factory=list)
+    rows: dict[str, str] = field(default_factory=dict)
+    phases: dict[str, int] = field(default_factory=dict)
+    spoken: str = ""
+    sheet: str = ""
+    verdict: str = ""
+
+
+def load_of(doc: dict[str, Any]) -> NDArray[np.float64]:
+    """Demand of a frame, over both phases, [layers, experts]."""
+    packed = np.frombuffer(base64.b64decode(doc["load"]["data"]), "<u2").astype(float)
+    by_phase = packed.reshape(doc["phases"], doc["layers"], doc["experts"])
+    return np.asarray(by_phase.sum(axis=0) * doc["load"]["scale"])
+
+
+class Demo:
+    """`moe-serve demo` as a process, its words read as they come."""
+
+    def __init__(self, process: asyncio.subprocess.Process, seen: Watched) -> None:
+        self.process, self._seen = process, seen
+        self.url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.lines: list[str] = []
+
+    async def read(self) -> None:
+        assert self.process.stdout is not None
+        async for raw in self.process.stdout:
+            line = raw.decode(errors="replace").rstrip()
+            self.lines.append(line)
+            if found := re.search(r"page: (http\S+)", line):
+                self.url.set_result(found[1])
+            if found := re.match(r" *([A-Za-z]+) .*\S", line):
+                now_s = asyncio.get_running_loop().time()
+                self._seen.domains.append((found[1], now_s))
+        if not self.url.done():
+            self.url.set_exception(AssertionError("\n".join(self.lines[-20:])))
+
+
+@contextlib.asynccontextmanager
+async def demo(shell: Shell, seen: Watched) -> AsyncIterator[Demo]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "moe_serve", "demo", "--seconds", str(SECONDS)),
+        env={**shell.environment, "PYTHONUNBUFFERED": "1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    made = Demo(process, seen)
+    reader = asyncio.create_task(made.read())
+    try:
+        yield made
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await asyncio.wait_for(process.wait(), 120.0)
+        await reader
+
+
+async def watch(tab: Tab, seen: Watched, until: asyncio.Event) -> None:
+    """Note frames, pictures and moves until told otherwise."""
+    loop = asyncio.get_running_loop()
+    while not until.is_set():
+        doc = await tab.ask("fetch('/api/v1/frame').then((a) => a.ok ? a.json() : null)")
+        if doc:
+            seen.frames.setdefault(doc["window"], (loop.time(), load_of(doc)))
+        drawn, picture, again = await tab.ask(
+            f"(() => [{DRAWN}, {PIXELS}, {DRAWN}])().map((x) => x ?? 0)"
+        )
+        if drawn == again and drawn > 0:
+            seen.pictures[drawn] = picture
+        rows = "[...document.querySelectorAll('.moves tbody tr')].map((r) => r.innerText)"
+        for row in await tab.ask(rows):
+            seen.rows[str(row)] = str(row)
+        await asyncio.sleep(0.2)
+
+
+async def same_window_pictures(tab: Tab, seen: Watched) -> None:
+    """Pictures of both phases of one window."""
+    for _ in range(40):
+        found = {}
+        windows = []
+        for phase in ("Prefill", "Decode"):
+            buttons = "[...document.querySelectorAll('.heat button')]"
+            await tab.ask(f"{buttons}.find((b) => b.innerText.trim() === '{phase}').click()")
+            await tab.ask("new Promise((ok) => requestAnimationFrame(() => ok(1)))")
+            drawn, picture = await tab.ask(f"[{DRAWN}, {PIXELS}]")
+            found[phase] = picture
+            windows.append(drawn)
+        if len(set(windows)) == 1 and found["Prefill"] != found["Decode"]:
+            seen.phases = found
+            return
+        await asyncio.sleep(0.3)
+
+
+async def by_keys(tab: Tab, seen: Watched) -> None:
+    """From the map to an expert and back, with keys only."""
+    await tab.ask("document.querySelector('.map canvas').focus()")
+    await tab.press("ArrowRight")
+    await tab.press("ArrowRight")
+    await tab.until(f"{SPOKEN}.startsWith('Layer 0, expert 1')")
+    seen.spoken = await tab.ask(SPOKEN)
+    await tab.press("Enter")
+    await tab.until("document.querySelector('[role=dialog]') !== null")
+    await tab.until("document.querySelector('[role=dialog]').innerText.includes('E1')")
+    seen.sheet = await tab.ask("document.querySelector('[role=dialog]').innerText")
+    await tab.until("document.querySelector('[role=dialog]').contains(document.activeElement)")
+    await tab.press("Escape")
+    await tab.until("document.querySelector('[role=dialog]') === null")
+
+
+async def look_around(tab: Tab, seen: Watched) -> None:
+    """Phases, keys, why it is slow, and what moved."""
+    await same_window_pictures(tab, seen)
+    await by_keys(tab, seen)
+    await tab.ask("location.hash = '#view=why'")
+    verdict = "document.querySelector('[data-figure=verdict]')"
+    await tab.until(f"{verdict} !== null")
+    seen.verdict = await tab.ask(f"{verdict}.innerText")
+    seen.moves = (await tab.ask("fetch('/api/v1/moves').then((a) => a.json())"))["moves"]
+
+
+def likeness(seen: Watched) -> tuple[float, float, int]:
+    """Mean cosine of the load of two windows in which the same domain was written, of two in which
+    different ones were, and how many domains were met."""
+    found = []
+    for at_s, load in seen.frames.values():
+        names = {name for name, told_s in seen.domains if abs(told_s - at_s) < HALF_S}
+        if len(names) == 1:
+            found.append((names.pop(), load.ravel() / np.linalg.norm(load)))
+    same, other = [], []
+    for i, (name, load) in enumerate(found):
+        for again, second in found[:i]:
+            (same if name == again else other).append(float(load @ second))
+    return float(np.mean(same)), float(np.mean(other)), len({name for name, _ in found})
+
+
+async def test_heat_follows_the_text_and_experts_move_before_the_eyes(tmp_path: Path) -> None:
+    assert PROGRAM is not None
+    seen, over = Watched(), asyncio.Event()
+    with Shell(tmp_path).cleaned() as shell:
+        async with demo(shell, seen) as running, browser_tab(PROGRAM) as tab:
+            url = await asyncio.wait_for(asyncio.shield(running.url), START_S)
+            await tab.open(url)
+            await tab.until(f"{WORTH} === 'live' && {DRAWN} > 0", 90.0)
+            watching = asyncio.create_task(watch(tab, seen, over))
+            await tab.until("document.querySelector('.moves tbody .s-done') !== null", 90.0)
+            await asyncio.sleep(WATCH_S)
+            over.set()
+            await watching
+            await look_around(tab, seen)
+            assert tab.errors == []
+
+    moved = [move for move in seen.moves if move["state"] == "done"]
+    alike, unlike, domains = likeness(seen)
+    print(
+        f"{len(seen.frames)} windows of {domains} domains, load alike {alike:.3f} within one and "
+        f"{unlike:.3f} across; {len(moved)} moves done; {seen.verdict!r}"
+    )
+    assert domains >= 2
+    assert alike > unlike, "the heat of a domain is its own"
+    drawn = set(seen.pictures) & set(seen.frames)
+    assert len(drawn) >= 3
+    heats = {seen.frames[window][1].tobytes() for window in drawn}
+    pictures = {seen.pictures[window] for window in drawn}
+    assert len(pictures) >= len(heats) >= 3, "each heat is another picture"
+    # A move with its reason, first on its way and then done, as the API has it too.
+    assert moved
+    assert all(move["reason"] for move in moved)
+    told = [row for row in seen.rows if any(move["reason"] in row for move in moved)]
+    assert any("done" in row for row in told)
+    assert seen.phases["Prefill"] != seen.phases["Decode"]
+    assert "Layer 0, expert 1" in seen.spoken
+    assert "E1" in seen.sheet
+    assert seen.verdict

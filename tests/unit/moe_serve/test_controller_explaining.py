@@ -1,0 +1,173 @@
+"""Evidence from what the controller has at hand: slices, copies, cold ranks, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from moe_serve.controller.book import Book
+from moe_serve.controller.explaining import evidence_of
+from moe_serve.controller.parts import PartTable
+from moe_serve.controller.recent import Recent
+from moe_serve.controller.settings import ControllerSettings, ExpectedRank
+from moe_serve.controller.stages import GRAIN_S, StageFolder
+from moe_serve.controller.views import Sight
+from placement.config import RebalanceConfig
+from placement.load import LoadWindow
+from placement.messages import events as ev
+from placement.messages.records import DecisionRecord
+from tests.builders import PROFILE, make_demand, make_spec, make_window
+from tests.engine_driver import EngineDriver, two_ranks
+from tests.explain_world import World
+from tests.unit.moe_serve.test_controller_recent import change, shard
+
+SPEC = make_spec()
+WINDOW_S = 2.0
+
+
+def window(index: int) -> LoadWindow:
+    made = make_window(SPEC, make_demand(SPEC, base=40.0), index=index, window_s=WINDOW_S)
+    pairs = np.array([[100], [60]], np.int64)
+    return msgspec.structs.replace(made, rank_pairs=pairs)
+
+
+@pytest.fixture
+def driver() -> EngineDriver:
+    return two_ranks(slots=4)
+
+
+@pytest.fixture
+def sight(driver: EngineDriver, tmp_path: Path) -> Sight:
+    """Four windows have closed, half a second ago."""
+    settings = ControllerSettings(
+        service_id="s",
+        spec=SPEC,
+        config=RebalanceConfig(window_s=WINDOW_S, floor=1),
+        ranks=tuple(
+            ExpectedRank(rank=r, profile=PROFILE.name, num_slots=4, budget_bytes=4000)
+            for r in range(2)
+        ),
+        profiles=(PROFILE,),
+        state_dir=tmp_path,
+    )
+    parts = PartTable()
+    recent = Recent(parts, SPEC)
+    for rank in range(2):
+        shard(parts, rank, batches=3.0)
+    for index in range(4):
+        recent.window_closed(window(index), driver.engine.state)
+    return Sight(
+        settings=settings,
+        state=driver.engine.state,
+        parts=parts,
+        stages=StageFolder(),
+        recent=recent,
+        book=Book(records_kept=99, moves_kept=99),
+        table=None,
+        now_s=8.5,
+        started_s=0.0,
+    )
+
+
+def test_a_span_is_cut_at_its_windows_and_at_now(sight: Sight) -> None:
+    evidence = evidence_of(sight, 0.0)
+    assert [(s.start_s, s.end_s) for s in evidence.slices] == [
+        (0.0, 2.0),
+        (2.0, 4.0),
+        (4.0, 6.0),
+        (6.0, 8.0),
+        (8.0, 8.5),
+    ]
+    assert evidence.slices[0].rank_pairs.tolist() == [[100], [60]]
+    assert not evidence.slices[-1].rank_pairs.any()
+    assert [s.start_s for s in evidence_of(sight, 4.5).slices] == [4.0, 6.0, 8.0]
+    assert [s.start_s for s in evidence_of(sight, 0.1).slices] == [6.0, 8.0]
+
+
+def test_what_lies_before_the_kept_windows_is_a_slice_of_its_own(sight: Sight) -> None:
+    later = replace(sight, started_s=-60.0)
+    assert [s.start_s for s in evidence_of(later, 30.0).slices][:2] == [-21.5, 0.0]
+    assert [s.start_s for s in evidence_of(later, 300.0).slices][:2] == [-60.0, 0.0]
+
+
+def test_before_the_first_window_there_is_one_slice(sight: Sight) -> None:
+    fresh = replace(sight, recent=Recent(sight.parts, SPEC), now_s=1.0)
+    assert [(s.start_s, s.end_s) for s in evidence_of(fresh, 0.0).slices] == [(0.0, 1.0)]
+
+
+def test_requests_fall_into_the_slice_in_which_they_were_told_of(sight: Sight) -> None:
+    told = World(calls=4, slices=1).evidence().slices[0].stages
+    zeros = replace(told, **{f: np.zeros_like(getattr(told, f)) for f in told.__slots__})
+    sight.stages.add("r0", 1, zeros, 0.5)
+    sight.stages.add("r0", 1, told, 4.5)
+    found = [int(s.stages.requests[:, 0].sum()) for s in evidence_of(sight, 0.0).slices]
+    assert found == [0, 0, 4, 0, 0]
+
+
+def test_a_copy_marks_the_slices_it_may_have_slowed(sight: Sight) -> None:
+    sight.recent.note([change(1, "reserved", "copying", 4.0 + GRAIN_S / 2)], None)
+    marked = [s.copies for s in evidence_of(sight, 0.0).slices]
+    assert marked == [(), ((-1, 1),), ((-1, 1),), ((-1, 1),), ((-1, 1),)]
+    sight.recent.note([change(1, "copying", "verified", 5.0)], None)
+    assert [bool(s.copies) for s in evidence_of(sight, 0.0).slices] == [
+        *(False, True, True, False, False)
+    ]
+
+
+def test_a_rank_that_is_lost_is_cold_and_does_not_serve(sight: Sight, driver: EngineDriver) -> None:
+    driver.hold.add(ev.ExpertCopied)
+    driver.lose(1)
+    del sight.parts.shards[1]
+    evidence = evidence_of(sight, 0.0)
+    assert [r.serving for r in evidence.ranks] == [True, False]
+    assert not evidence.hosts[:, 1].any()
+    # What routers told in the last window may be of the time after.
+    assert [s.cold for s in evidence.slices] == [set(), set(), set(), {1}, {1}]
+
+
+def test_a_drained_rank_serves_and_is_not_used_for_more(sight: Sight, driver: EngineDriver) -> None:
+    roomy = two_ranks(slots=9)
+    roomy.feed(ev.DrainAsked(at_s=0.0, request_id=1, rank=1))
+    evidence = evidence_of(replace(sight, state=roomy.engine.state), 0.0)
+    assert [(r.serving, r.usable) for r in evidence.ranks] == [(True, True), (True, False)]
+
+
+def test_spare_slots_are_those_beyond_what_each_expert_needs(sight: Sight) -> None:
+    # Two ranks of 4 slots, one of each staging; 4 experts.
+    assert evidence_of(sight, 0.0).spare_slots == 2
+    floor = replace(
+        sight, settings=replace(sight.settings, config=RebalanceConfig(window_s=2.0, floor=2))
+    )
+    assert evidence_of(floor, 0.0).spare_slots == (-2 if two_domains(sight) else 2)
+
+
+def two_domains(sight: Sight) -> bool:
+    return len({rank.failure_domain for rank in sight.state.ranks}) > 1
+
+
+def record(seq: int, rule: str, at_s: float, **fields: object) -> DecisionRecord:
+    return DecisionRecord(at_s=at_s, seq=seq, rule=rule, outcome="refused", **fields)  # type: ignore[arg-type]
+
+
+def test_refusals_for_want_of_memory_count_while_they_are_new(sight: Sight) -> None:
+    assert evidence_of(sight, 0.0).wanted_memory == ()
+    staging = "move_refused: replicate left out: rank 1 would end with 0 empty slots"
+    sight.book.add(
+        (
+            record(0, "budget_refused", 3.0, detail="9 slots leave the ranks short"),
+            record(1, "regret_reached", 5.0, refused=(staging, "gain_below_band: too little")),
+        )
+    )
+    assert evidence_of(sight, 0.0).wanted_memory == ("9 slots leave the ranks short", staging)
+    assert evidence_of(sight, 1.0).wanted_memory == ()
+    sight.book.add((record(2, "in_balance", 8.0, refused=("plan: no slot is wanted",)),))
+    assert evidence_of(sight, 0.0).wanted_memory == ("9 slots leave the ranks short",)
+
+
+def test_a_profile_that_is_not_declared_any_more_is_any(sight: Sight) -> None:
+    sight.state.ranks[1].profile = "gone"
+    assert evidence_of(sight, 0.0).ranks[1].profile == PROFILE

@@ -1,0 +1,2 @@
+declare const uPlot: any;
+export default uPlot;
