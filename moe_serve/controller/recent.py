@@ -5,8 +5,8 @@ Responsible for keeping them, bounded, for one life of the controller. Must neve
 anything that decides. Filled by the driver, read by `explaining`.
 
 Parts tell totals since their start; what is new of a part is what it told more than at the sample
-before. A shard is old where it was there at the first sample, and young for a while where it came
-later.
+before. A shard is young for a while where it came after something was served; those that a service
+starts with are old.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class Recent:
         self._joined: dict[str, int] = {}
         """Shard -> number of the sample that it was first there at."""
         self._samples = 0
+        self._served = False
+        """Whether something was served when the last window closed: who joins later is young."""
         self._copies: OrderedDict[int, CopySpan] = OrderedDict()
         self.windows: deque[tuple[LoadWindow, Sample]] = deque(maxlen=WINDOWS_KEPT)
         """Newest last."""
@@ -78,12 +80,11 @@ class Recent:
     def window_closed(self, window: LoadWindow, state: EngineState) -> None:
         """A window closed; `state` is the engine's after it."""
         shards = {str(part.name) for part in self._parts.shards.values()}
-        self._joined = {
-            name: self._joined.get(name, self._samples if self._samples else -YOUNG_WINDOWS)
-            for name in shards
-        }
+        first = self._samples if self._served else -YOUNG_WINDOWS
+        self._joined = {name: self._joined.get(name, first) for name in shards}
         self.windows.append((window, self.sample(state)))
         self._samples += 1
+        self._served = self._served or state.published
         self._told = {str(part.name): _counters(part) for part in self._parts.all()}
 
     def sample(self, state: EngineState) -> Sample:
@@ -121,7 +122,7 @@ class Recent:
             part.name.rank
             for part in self._parts.shards.values()
             if self._samples - self._joined.get(str(part.name), self._samples) < YOUNG_WINDOWS
-            and self._samples
+            and self._served
         }
         away = {rank.rank for rank in state.ranks if rank.wants_shard and not rank.holds}
         return frozenset(young | away)

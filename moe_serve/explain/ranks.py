@@ -192,11 +192,12 @@ def _held_share(evidence: Evidence) -> float:
 
 def _lost_first(evidence: Evidence, sums: Sums, rank: int) -> float:
     """Seconds that requests waited longer for a rank that only just began."""
-    a_call = ratio(sums.at_rank_s, sums.sub_calls)
     others = [
         r.rank for r in evidence.ranks if r.serving and sums.sub_calls[r.rank] >= SUB_CALLS_MIN
     ]
-    slower = a_call[rank] / others_median(a_call, rank, others)
+    # Both a call and a pair: a rank that has more to do takes longer for a call alone.
+    each = [ratio(sums.at_rank_s, sums.sub_calls), ratio(sums.at_rank_s, sums.pairs)]
+    slower = float(np.min([m[rank] / others_median(m, rank, others) for m in each]))
     return lost_at(sums, rank, slower) if slower >= TIMES_SLOWER_MIN else 0.0
 
 

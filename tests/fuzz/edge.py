@@ -26,6 +26,7 @@ from moe_serve.rpc import codec, dispatch_pb2, dispatch_pb2_grpc, placement_pb2
 from moe_serve.rpc.auth import TokenFile
 from moe_serve.rpc.status import DETAILS_KEY, from_item_error, from_rpc_error, to_status
 from moe_serve.rpc.undecodable import DecodeInterceptor
+from moe_serve.telemetry.traces import NO_TRACES
 from placement.config import RebalanceConfig
 from placement.engine import RebalanceEngine
 from placement.messages.codec import decode_event, encode
@@ -169,6 +170,8 @@ class Core:
         self.pulse = SimpleNamespace(add=lambda name: None)
         self.peers: tuple[str, ...] = ()
         self.role = SimpleNamespace(table=None)
+        self.traces = NO_TRACES
+        self.lines = SimpleNamespace(failed=lambda error, request_id, layer: None)
 
     async def forward(self, found: ForwardInput, timeout_s: float) -> ForwardOutput:
         look_at(found)

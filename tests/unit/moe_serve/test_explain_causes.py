@@ -216,6 +216,12 @@ def test_a_rank_that_does_not_answer_while_requests_wait_is_named() -> None:
     assert kinds(flowing) == [], "as many are open as always"
 
 
+def test_a_hot_expert_while_all_ranks_are_young_is_only_hot() -> None:
+    young = {n: list(range(RANKS)) for n in range(8)}
+    hot = {(0, 1): 8.0, (1, 1): 8.0}
+    assert "cold_start" not in kinds(World(hot=hot, cold=young).evidence())
+
+
 def test_a_cold_rank_that_nobody_needs_is_not_named() -> None:
     assert kinds(World(cold={7: [3]}).evidence()) == []
 
