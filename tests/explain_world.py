@@ -23,8 +23,7 @@ EXPERTS, LAYERS, RANKS = 8, 2, 4
 PAIR_S = 1e-3
 
 
-def make_spec(scale: float = 1.0) -> MoeSpec:
-    del scale
+def make_spec() -> MoeSpec:
     return MoeSpec(
         model="even",
         weights_version="v1",

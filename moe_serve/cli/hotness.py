@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moe_serve.errors import InvalidArgument
 from moe_serve.rpc import placement_pb2 as pb
 from placement.topology import Phase
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 LISTED = "LISTED"
+BYTES_A_CELL = 8
 
 
 class PhaseChoice(StrEnum):
@@ -105,12 +107,14 @@ class Hotness:
 def hotness_of(
     load: pb.GetLoadResponse | None, placement: pb.GetPlacementResponse, phase: PhaseChoice
 ) -> Hotness:
-    """A window and a placement together. None = no window has closed: every count is 0."""
+    """A window and a placement together. None = no window has closed: every count is 0, and so
+    they are in a window of another model. Raises InvalidArgument where an array is not as large as
+    its window says, or the phase is one that the service does not tell apart."""
     load = pb.GetLoadResponse() if load is None else load
     layers, experts = placement.num_layers, placement.num_experts
-    demand = _array(load.demand, "<i8", (load.num_phases, load.num_layers, load.num_experts))
-    busy = _array(load.rank_busy, "<f8", (load.num_ranks, load.num_phases))
-    rank_pairs = _array(load.rank_pairs, "<i8", (load.num_ranks, load.num_layers))
+    demand = _array(load, "demand", "<i8", ("num_phases", "num_layers", "num_experts"))
+    busy = _array(load, "rank_busy", "<f8", ("num_ranks", "num_phases"))
+    rank_pairs = _array(load, "rank_pairs", "<i8", ("num_ranks", "num_layers"))
     pairs = _of_phase(demand, 0, phase).astype(np.int64)
     if pairs.shape != (layers, experts):
         pairs = np.zeros((layers, experts), np.int64)
@@ -141,15 +145,30 @@ def _rate(pairs: IntArray, seconds: float) -> FloatArray:
     return pairs / seconds if seconds > 0 else np.zeros(pairs.shape, np.float64)
 
 
-def _array(data: bytes, kind: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """The bytes as an array; all 0 where they are not as many as the shape says."""
-    found: npt.NDArray[Any] = np.frombuffer(data, dtype=kind if len(data) % 8 == 0 else np.uint8)
-    return found.reshape(shape) if found.size == math.prod(shape) else np.zeros(shape)
+def _array(
+    load: pb.GetLoadResponse, name: str, kind: str, sizes: tuple[str, ...]
+) -> npt.NDArray[Any]:
+    """An array of the window by name; `sizes` name the fields with its shape."""
+    data: bytes = getattr(load, name)
+    shape = [getattr(load, size) for size in sizes]
+    if min(shape) < 0 or len(data) != BYTES_A_CELL * math.prod(shape):
+        wanted = " x ".join(f"{size} {n}" for size, n in zip(sizes, shape, strict=True))
+        raise InvalidArgument(
+            f"{name} of window {load.window} has {len(data)} bytes, not {BYTES_A_CELL} for each "
+            f"of {wanted}; is the service of another version?"
+        )
+    found: npt.NDArray[Any] = np.frombuffer(data, dtype=kind).reshape(shape)
+    return found
 
 
 def _of_phase(array: npt.NDArray[Any], axis: int, phase: PhaseChoice) -> npt.NDArray[Any]:
     only = _ONLY.get(phase)
-    if only is None or only >= array.shape[axis]:
+    if only is None or not array.shape[axis]:
         return np.asarray(array.sum(axis=axis))
+    if only >= array.shape[axis]:
+        raise InvalidArgument(
+            f"--phase {phase.value}: this service counts {array.shape[axis]} phase and does not "
+            "tell it apart; take --phase all"
+        )
     found: npt.NDArray[Any] = array.take(int(only), axis=axis)
     return found

@@ -13,21 +13,23 @@ from moe_serve.errors import InvalidArgument
 
 
 def write_whole(file: Path, data: bytes, option: str) -> None:
-    """Replace a file by these bytes, or leave it as it was. Raises InvalidArgument where it cannot
-    be written, or is no regular file."""
+    """Replace a file by these bytes, or leave it as it was. A symbolic link stays, and what it
+    points to is replaced. Raises InvalidArgument where it cannot be written, or is no regular
+    file."""
     try:
         if file.exists() and not file.is_file():
             raise InvalidArgument(
                 f"{option} {file} cannot be written: it is no regular file; name one in a folder "
                 "that exists"
             )
-        fresh = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+        target = file.resolve()
+        fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             fresh.write_bytes(data)
-            fresh.replace(file)
+            fresh.replace(target)
         finally:
             fresh.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidArgument(
             f"{option} {file} cannot be written: {reason}; name a file in a folder that exists"

@@ -251,8 +251,8 @@ class MetricsConfig(_Section):
     """What is told of the service in numbers, through Ray's exporter and at `ports.metrics`."""
 
     per_expert: bool = False
-    """True = demand by layer and expert too, one series for each expert that was ever asked for:
-    up to 14,848 of 58 layers x 256 experts."""
+    """True = demand by layer and expert too, at `ports.metrics` alone, which it needs: one series
+    for each expert that was ever asked for, up to 14,848 of 58 layers x 256 experts."""
 
 
 class LogConfig(_Section):
@@ -329,7 +329,7 @@ class ServiceConfig(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ServiceConfig:
-        broken = [*self._profile_faults(), *self._network_faults()]
+        broken = [*self._profile_faults(), *self._network_faults(), *self._metrics_faults()]
         if broken:
             raise ValidationError.from_exception_data(type(self).__name__, broken)
         return self
@@ -356,6 +356,14 @@ class ServiceConfig(_Section):
                 self.network,
                 "cluster needs security.token_file, tls_cert_file and tls_key_file, "
                 "or accept_insecure: true (--i-accept-insecure)",
+            )
+
+    def _metrics_faults(self) -> Iterator[InitErrorDetails]:
+        if self.metrics.per_expert and self.ports.metrics is None:
+            yield _broken(
+                ("metrics", "per_expert"),
+                "true",
+                "single experts are told at ports.metrics alone: give it a port, 0 = any free one",
             )
 
 

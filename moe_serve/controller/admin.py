@@ -56,6 +56,10 @@ from placement.messages.events import (
     ResumeAsked,
 )
 
+EXPLAINS_MAX = 4
+"""Calls of Explain under way: each takes a thread for a while."""
+EXPLAIN_RETRY_S = 1.0
+"""Wait that a caller beyond them is told."""
 DEFAULT_TIMEOUT_S = 30.0
 """Deadline of a call that names none."""
 WATCH_PAUSE_S = 0.1
@@ -97,6 +101,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         self._source = source
         self._fleet = FleetAdmin(source)
         self._watchers = 0
+        self._explains: set[asyncio.Task[pb.ExplainResponse]] = set()
         self._shown: tuple[int, pb.GetPlacementResponse] | None = None
 
     # ------------------------------------------------------------------------------- reading
@@ -161,7 +166,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
         """Why it is slow now."""
-        return await _guard(context, lambda: explain_view(self._source.sight(), request))
+        return await _guard(context, lambda: self._explain(request))
 
     async def ExplainPlan(
         self, request: pb.ExplainPlanRequest, context: Any
@@ -366,6 +371,23 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
 
     def _check_rank(self, rank: int) -> None:
         check_rank(rank, len(self._source.life.driver.engine.state.ranks))
+
+    async def _explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse:
+        if len(self._explains) >= EXPLAINS_MAX:
+            raise ResourceExhausted(
+                f"{EXPLAINS_MAX} calls of Explain are under way already; ask again",
+                retry_after_s=EXPLAIN_RETRY_S,
+            )
+        task = asyncio.create_task(explain_view(self._source.sight(), request))
+        self._explains.add(task)
+        task.add_done_callback(self._explained)
+        # Shielded: the thread works on when the caller has left, and keeps its place until then.
+        return await asyncio.shield(task)
+
+    def _explained(self, task: asyncio.Task[pb.ExplainResponse]) -> None:
+        self._explains.discard(task)
+        if not task.cancelled():
+            task.exception()  # the caller may have left: then nobody else looks at it
 
     @contextmanager
     def _watching(self) -> Iterator[None]:

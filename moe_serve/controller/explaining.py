@@ -24,6 +24,7 @@ from moe_serve.controller.stages import GRAIN_S, difference, together
 from moe_serve.controller.views import Sight, plan_view, record_view
 from moe_serve.errors import NotFound
 from moe_serve.explain import Evidence, Finding, RankFacts, Slice, explain
+from moe_serve.explain.finding import SECONDS_MAX
 from moe_serve.explain.sums import answered, quantile_s
 from moe_serve.explain.words import next_step, sentence
 from moe_serve.ports import RouterReport
@@ -35,8 +36,6 @@ from placement.load import LoadWindow
 from placement.messages.effects import Answer
 from placement.topology import DeviceProfile, Phase
 
-SECONDS_MAX: Final = 600.0
-"""How far back may be looked: stage counts are kept so long."""
 REPORT_LAG_S: Final = 0.5
 """What a report tells may be so old."""
 RECORDS_LOOKED_AT: Final = 256
@@ -84,15 +83,10 @@ async def explain_plan_view(sight: Sight, request: pb.ExplainPlanRequest) -> pb.
     if not plan_id or (kept is None and not records):
         known = "none has run or was asked for yet" if not plan_id else "see `moe-serve events`"
         raise NotFound(f"no plan {plan_id!r} is kept; {known}")
-    view = plan_view(
-        Answer(
-            request_id=0,
-            code="ok",
-            message="",
-            plan_id=plan_id,
-            plan=None if kept is None else kept.plan,
-        )
-    )
+    view = pb.PlanView(plan_id=plan_id)  # by its records alone neither moves nor balance are known
+    if kept is not None:
+        answer = Answer(request_id=0, code="ok", message="", plan_id=plan_id, plan=kept.plan)
+        view = plan_view(answer)
     states = {move.move_id: move.state for move in book.moves if move.plan_id == plan_id}
     for move in view.moves:
         if move.move_id in states:
@@ -113,8 +107,8 @@ def evidence_of(sight: Sight, seconds: float) -> Evidence:
     state, config = sight.state, sight.settings.config
     profiles = {profile.name: profile for profile in sight.settings.profiles}
     slices = _slices(sight, seconds)
-    samples = [sample for _, sample in sight.recent.windows]
-    errors = [s.memory_errors for s in (*samples, sight.recent.sample(state))]
+    samples = [*(sample for _, sample in _windows(sight, seconds)), sight.recent.sample(state)]
+    errors = [sample.memory_errors for sample in samples]
     reports = _router_reports(sight)
     return Evidence(
         spec=sight.settings.spec,
@@ -143,10 +137,7 @@ def _slices(sight: Sight, seconds: float) -> tuple[Slice, ...]:
     """One for each window, one for what came since; where more was asked for than windows are kept,
     one before them."""
     recent, now_s = sight.recent, sight.now_s
-    start_s = now_s - seconds if seconds else float("-inf")
-    windows = [(w, s) for w, s in recent.windows if (w.start_s + w.end_s) / 2 >= start_s]
-    if not windows and recent.windows:
-        windows = [recent.windows[-1]]
+    start_s, windows = _start_s(sight, seconds), _windows(sight, seconds)
     first_s = windows[0][0].start_s if windows else max(start_s, sight.started_s)
     cuts = [window.start_s for window, _ in windows]
     cuts.append(windows[-1][0].end_s if windows else first_s)
@@ -168,6 +159,17 @@ def _slices(sight: Sight, seconds: float) -> tuple[Slice, ...]:
         )
         for i, (cut, end_s) in enumerate(zip(cuts, ends, strict=True))
     )
+
+
+def _start_s(sight: Sight, seconds: float) -> float:
+    return sight.now_s - seconds if seconds else float("-inf")
+
+
+def _windows(sight: Sight, seconds: float) -> list[tuple[LoadWindow, Sample]]:
+    """Kept windows that lie in the span by more than half; the newest one always."""
+    kept = list(sight.recent.windows)
+    start_s = _start_s(sight, seconds)
+    return [(w, s) for w, s in kept if (w.start_s + w.end_s) / 2 >= start_s] or kept[-1:]
 
 
 def _slice(  # one argument a source
@@ -227,18 +229,17 @@ def _spare_slots(ranks: Sequence[RankState], num_keys: int, config: RebalanceCon
 
 
 def _wanted_memory(sight: Sight, start_s: float) -> tuple[str, ...]:
-    """What the newest plan that was judged, and operators lately, were refused for want of slots or
-    bytes."""
+    """What the newest plan that was judged was refused for want of slots or bytes. That an operator
+    was refused a smaller budget is no want of any."""
     records = [kept.record for kept in sight.book.newest(RECORDS_LOOKED_AT)]
-    found = [r.detail for r in records if r.rule == "budget_refused" and r.at_s >= start_s]
     judged = next((r for r in reversed(records) if r.refused), None)
-    if judged is not None and judged.at_s >= start_s:
-        found += [
-            why
-            for why in judged.refused
-            if why.startswith("move_refused:") and any(word in why for word in MEMORY_WORDS)
-        ]
-    return tuple(found)
+    if judged is None or judged.at_s < start_s:
+        return ()
+    return tuple(
+        why
+        for why in judged.refused
+        if why.startswith("move_refused:") and any(word in why for word in MEMORY_WORDS)
+    )
 
 
 def _router_reports(sight: Sight) -> list[RouterReport]:

@@ -51,6 +51,7 @@ class Figures:
         routers: RoutersFigures | None = None,
     ) -> None:
         self._spec = spec
+        self._parts = parts
         self._log = log
         self._metrics = metrics
         self._plans = PlanFigures(metrics)
@@ -112,6 +113,8 @@ class Figures:
         total = self._stages()
         self._ranks.stages(difference(total, self._staged))
         self._staged = total
+        if self._routers is not None:
+            self._routers.keep(self._parts.routers)
 
     def _placement(self, state: EngineState) -> None:
         replicas = np.zeros(self._spec.num_keys, np.int64)
@@ -139,10 +142,7 @@ class Figures:
             if all_:
                 share = float(hottest) / float(all_)
                 metrics.set("layer_hottest_expert_share_ratio", share, layer=layer)
-        if metrics.per_expert:
-            for layer, expert in zip(*(at.tolist() for at in np.nonzero(both)), strict=True):
-                pairs = float(both[layer, expert])
-                metrics.add("expert_pairs_total", pairs, layer=layer, expert=expert)
+        metrics.add_experts(both)
         holding = [r.rank for r in state.ranks if r.holds and r.rank < len(window.rank_pairs)]
         loads = window.rank_pairs[holding]
         if loads.any():

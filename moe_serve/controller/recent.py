@@ -4,9 +4,12 @@ batches, failures.
 Responsible for keeping them, bounded, for one life of the controller. Must never be read by
 anything that decides. Filled by the driver, read by `explaining`.
 
-Parts tell totals since their start; what is new of a part is what it told more than at the sample
-before. A shard is young for a while where it came after something was served; those that a service
-starts with are old.
+Parts tell totals since their start; what is new of a part is what it told more than when the last
+window closed. A part that this life of the controller has not met before may have run for hours:
+nothing of its first word is new. A later life of one that is known begins at zero.
+
+A shard is young for a while where it came after something was served; those that a service starts
+with are old.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Final
 
 import numpy as np
 
+from moe_serve.controller.names import PartKind
 from moe_serve.controller.parts import AnyPart, PartTable
 from placement.engine.state import EngineState, PlanRun, SlotUse
 from placement.load import LoadWindow
@@ -67,7 +71,8 @@ class Recent:
     def __init__(self, parts: PartTable, spec: MoeSpec) -> None:
         self._parts = parts
         self._spec = spec
-        self._told: dict[str, Mapping[str, float]] = {}
+        self._told: dict[tuple[PartKind, str], tuple[int, Mapping[str, float]]] = {}
+        """Place -> (its life, totals that it had told) when the last window closed."""
         self._joined: dict[str, int] = {}
         """Shard -> number of the sample that it was first there at."""
         self._samples = 0
@@ -85,7 +90,10 @@ class Recent:
         self.windows.append((window, self.sample(state)))
         self._samples += 1
         self._served = self._served or state.published
-        self._told = {str(part.name): _counters(part) for part in self._parts.all()}
+        for part in self._parts.all():
+            if part.report is not None:
+                name = part.name
+                self._told[name.kind, name.place] = name.incarnation, part.report.counters
 
     def sample(self, state: EngineState) -> Sample:
         """What is new since the last window closed."""
@@ -135,10 +143,8 @@ class Recent:
         return int(self._spec.num_keys - np.count_nonzero(listed))
 
     def _new(self, part: AnyPart, name: str) -> int:
-        before = self._told.get(str(part.name), _NO_COUNTS)
-        return max(0, int(_counters(part).get(name, 0.0) - before.get(name, 0.0)))
-
-
-def _counters(part: AnyPart) -> Mapping[str, float]:
-    report = part.report
-    return _NO_COUNTS if report is None else report.counters
+        known = self._told.get((part.name.kind, part.name.place))
+        if known is None or part.report is None:
+            return 0
+        before = known[1] if known[0] == part.name.incarnation else _NO_COUNTS
+        return max(0, int(part.report.counters.get(name, 0.0) - before.get(name, 0.0)))

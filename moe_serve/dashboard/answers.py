@@ -170,9 +170,9 @@ def tag_of(body: bytes) -> str:
     return f'"{hashlib.sha256(body).hexdigest()[:TAG_CHARS]}"'
 
 
-def answered(document: Any, status: int = 200) -> web.Response:
+def answered(document: Any) -> web.Response:
     """A document as JSON."""
-    return web.Response(status=status, body=msgspec.json.encode(document), content_type=JSON)
+    return web.Response(body=msgspec.json.encode(document), content_type=JSON)
 
 
 async def add_headers(_request: web.Request, response: web.StreamResponse) -> None:

@@ -8,6 +8,9 @@ Responsible for the edge. Must never answer with CORS headers. Called by `app`.
 
 from __future__ import annotations
 
+import os
+import traceback
+
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -50,11 +53,17 @@ def shape(log: Log) -> Middleware:
         except Exception as fault:
             where = request.match_info.route.resource
             path = "" if where is None else where.canonical
-            log.error("the page failed", path=path, error=type(fault).__name__)
+            log.error("the page failed", path=path, error=type(fault).__name__, at=place_of(fault))
             error = ApiError(500, "the page failed")
         return error.response(as_json=request.path.startswith(API))
 
     return shaped
+
+
+def place_of(fault: BaseException) -> str:
+    """file:line of the last frame of a fault, and no value that was in it."""
+    frames = traceback.extract_tb(fault.__traceback__)
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 def guard(hosts: frozenset[str]) -> Middleware:

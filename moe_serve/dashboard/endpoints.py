@@ -10,10 +10,9 @@ by `app`, the handlers and `openapi`.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,16 +28,15 @@ Schema = dict[str, Any]
 INTEGER_MAX = 10**15
 """Greatest number of a record, version or window that is taken: exact in every JSON reader."""
 _INTEGER = re.compile(r"[0-9]{1,18}")
-_NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?")
 BODY_BYTES_MAX = 8192
 """Largest body: a token of 512 characters and a reason of 200, escaped, fit twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One query parameter. kind: integer | number | text. default None: it must be given.
+    """One query parameter. kind: integer | text. default None: it must be given.
 
-    Numbers lie in [low, high]; text is one of `choices`, or has at most `high` characters.
+    An integer lies in [low, high]; text is one of `choices`, or has at most `high` characters.
     """
 
     name: str
@@ -57,13 +55,9 @@ class Param:
                 wanted = " | ".join(self.choices) or f"at most {self.high} characters"
                 raise self._refused(f"must be {wanted}")
             return text
-        form, what = (_INTEGER, "an integer") if self.kind == "integer" else (_NUMBER, "a number")
-        value = None
-        if form.fullmatch(text):
-            value = int(text) if self.kind == "integer" else float(text)
-        if value is None or not (math.isfinite(value) and self.low <= value <= self.high):
-            raise self._refused(f"must be {what} from {self.low} to {self.high}")
-        return value
+        if not (_INTEGER.fullmatch(text) and self.low <= int(text) <= self.high):
+            raise self._refused(f"must be an integer from {self.low} to {self.high}")
+        return int(text)
 
     def _refused(self, why: str) -> ApiError:
         return ApiError(400, f"{self.name} {why}", field=self.name)
@@ -103,7 +97,6 @@ class Endpoint:
     errors: tuple[int, ...] = ()
     tagged: bool = False
     csrf: bool = False
-    name: str = field(default="")
 
     def __post_init__(self) -> None:
         assert all(status in CODES for status in self.errors), self.path

@@ -34,6 +34,8 @@ class Kept:
         self._ttl_s = ttl_s
         self._kept: OrderedDict[Any, tuple[float, Any]] = OrderedDict()
         self._under_way: dict[Any, asyncio.Task[Any]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._generation = 0
 
     async def ask(self, key: Any, call: Callable[[], Awaitable[_T]]) -> tuple[_T, float]:
         """(answer, its age in seconds). Raises what the call raises; that is not kept."""
@@ -42,15 +44,20 @@ class Kept:
             return known[1], self._clock_s() - known[0]
         task = self._under_way.get(key)
         if task is None:
-            task = asyncio.create_task(self._put(key, call))
+            task = asyncio.create_task(self._put(key, call, self._generation))
             self._under_way[key] = task
+            self._tasks.add(task)
             task.add_done_callback(lambda ended: self._ended(key, ended))
         # Shielded: one asker that leaves must not take the answer of the others along.
         at_s, answer = await asyncio.shield(task)
         return answer, self._clock_s() - at_s
 
-    async def _put(self, key: Any, call: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
+    async def _put(
+        self, key: Any, call: Callable[[], Awaitable[Any]], generation: int
+    ) -> tuple[float, Any]:
         found = (self._clock_s(), await call())
+        if generation != self._generation:
+            return found
         self._kept[key] = found
         self._kept.move_to_end(key)
         while len(self._kept) > KEYS_MAX:
@@ -58,7 +65,9 @@ class Kept:
         return found
 
     def _ended(self, key: Any, task: asyncio.Task[Any]) -> None:
-        self._under_way.pop(key, None)
+        self._tasks.discard(task)
+        if self._under_way.get(key) is task:
+            del self._under_way[key]
         if not task.cancelled():
             task.exception()  # whoever asked may have left: then nobody else looks at it
 
@@ -70,12 +79,15 @@ class Kept:
 
     def close(self) -> None:
         """Let nothing run on."""
-        for task in list(self._under_way.values()):
+        for task in list(self._tasks):
             task.cancel()
 
     def forget(self) -> None:
-        """Ask anew next time: something was changed."""
+        """Ask anew next time: something was changed. Whoever waits for an answer gets it; nobody
+        else does."""
+        self._generation += 1
         self._kept.clear()
+        self._under_way.clear()
 
 
 def explanation(answer: pb.ExplainResponse, *, wall_s: float, age_s: float) -> Json:

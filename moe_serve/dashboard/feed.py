@@ -99,6 +99,7 @@ class Feed:
         self._connected = False
         self._ever_connected = False
         self._fault = ""
+        self._broken = ""
         self._fault_since_wall_s = wall_s()
         self._window_s = 0.0
         self._load_at_s: float | None = None
@@ -129,7 +130,8 @@ class Feed:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             # A fault of ours: said on the page, and to whoever watches the process.
-            self._set_connected(False, f"the page failed ({error!r}); restart it")
+            self._broken = f"the page failed ({type(error).__name__}); restart it"
+            self._set_connected(False, self._broken)
             task.get_loop().call_exception_handler(
                 {"message": f"{task.get_name()} failed", "exception": error, "task": task}
             )
@@ -231,6 +233,10 @@ class Feed:
     def _take_load(self, load: placement_pb2.GetLoadResponse) -> None:
         self._window_s = max(0.0, load.end_s - load.start_s)
         self._load_at_s = self._clock_s() - load.age_s
+        if self.load is not None and _window(load) == _window(self.load):
+            # A reconnect sends the newest again: it stays the one point and frame that it is.
+            self._put_status()
+            return
         wall_s = self._wall_s() - load.age_s
         speed = self._traffic.take()
         seq = self.frame.version + 1
@@ -242,6 +248,9 @@ class Feed:
         self._put_status()
 
     def _set_connected(self, connected: bool, fault: str) -> None:
+        if self._broken:
+            # A task of the page has died: no answer of the controller mends that.
+            connected, fault = False, self._broken
         if (connected, fault) != (self._connected, self._fault):
             self._fault_since_wall_s = self._wall_s()
         self._connected = connected
@@ -289,6 +298,10 @@ class Feed:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
             self._wake = asyncio.get_running_loop().create_future()
+
+
+def _window(load: placement_pb2.GetLoadResponse) -> tuple[int, float, float]:
+    return load.window, load.start_s, load.end_s
 
 
 async def _until_one_ends(watches: list[Coroutine[Any, Any, None]]) -> None:

@@ -42,7 +42,8 @@ class History:
         """Grows with each move that is new or has changed."""
         self._moves: OrderedDict[tuple[str, int], tuple[int, Json]] = OrderedDict()
         self._offset_s: float | None = None
-        self._known_records: set[tuple[int, float]] = set()
+        self._known_records: set[tuple[float, int]] = set()
+        self._forgotten: tuple[float, int] = (float("-inf"), 0)
         self._known_plans: set[str] = set()
         self._gains: OrderedDict[str, Json] = OrderedDict()
 
@@ -68,12 +69,18 @@ class History:
 
     def add_record(self, record: placement_pb2.DecisionRecord) -> bool:
         """Remember a decision. False where it is known already (sent again after a reconnect)."""
-        key = (record.seq, record.wall_time_s)
-        if key in self._known_records:
+        key = (record.wall_time_s, record.seq)
+        # What was forgotten for want of room is told again too, by a controller that keeps more.
+        # By date first, for one that lost its journal counts anew; by number where its clock was
+        # set back and it counts on.
+        newest = self.records[-1]["seq"] if self.records else 0
+        told_before = key <= self._forgotten and record.seq <= newest
+        if told_before or key in self._known_records:
             return False
         if len(self.records) == RECORDS_MAX:
-            oldest = self.records[0]
-            self._known_records.discard((oldest["seq"], oldest["wall_s"]))
+            oldest = (self.records[0]["wall_s"], self.records[0]["seq"])
+            self._known_records.discard(oldest)
+            self._forgotten = max(self._forgotten, oldest)
         self._known_records.add(key)
         self._offset_s = record.wall_time_s - record.at_s
         self.last_record += 1

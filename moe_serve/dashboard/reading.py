@@ -7,7 +7,8 @@ Responsible for turning parameters into documents. Must never change anything an
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -36,16 +37,15 @@ from moe_serve.dashboard.feed import Feed, Versioned
 from moe_serve.dashboard.frames import Json
 from moe_serve.dashboard.history import MOVES_MAX, RECORDS_MAX
 from moe_serve.dashboard.plans import has_begun, no_plan, own_plan, plan_document
-from moe_serve.dashboard.upstream import Calls, NotServed, is_away, is_refusal
+from moe_serve.dashboard.upstream import Calls, NotServed, TooManyReaders, is_away, is_refusal
 from moe_serve.errors import MoeServeError, NotFound
+from moe_serve.explain.finding import SECONDS_MAX
 from moe_serve.rpc import placement_pb2 as pb
 
 EXPERT_MOVES_MAX = 20
-EXPLAIN_S_MAX = 3600
 NAME_CHARS_MAX = 200
 """Characters of a plan id."""
 _AFTER = "only what is newer than this number of an earlier answer"
-_T = TypeVar("_T")
 
 FRAME = Endpoint(
     "GET",
@@ -122,7 +122,7 @@ EXPLAIN = Endpoint(
             "integer",
             "how far to look back; 0: the newest ten windows",
             default=0,
-            high=EXPLAIN_S_MAX,
+            high=int(SECONDS_MAX),
         ),
     ),
     errors=(429, 503),
@@ -182,7 +182,8 @@ class Reading:
                 next_step="ask again after the next plan",
             )
         body = kept.body[:-1] + b',"before_plan":' + msgspec.json.encode(plan_id) + b"}"
-        return tagged(request, body, f'"{self._feed.life}-b{kept.version}"', JSON)
+        # Of the whole body: a next plan that begins in the same window names itself in it.
+        return tagged(request, body, tag_of(body), JSON)
 
     async def placement(self, request: web.Request, _given: Given) -> web.Response:
         """Answers PLACEMENT."""
@@ -246,8 +247,8 @@ class Reading:
         if not answer.plan.plan_id:
             return no_plan()
         # Of a plan so old that the controller has only its records, it tells no moves and the
-        # balance 1, which is no figure.
-        priced = bool(answer.plan.moves) or answer.plan.balancedness_before < 1.0
+        # balance 0 or 1, which is no figure.
+        priced = bool(answer.plan.moves) or 0.0 < answer.plan.balancedness_before < 1.0
         own = None if answer.plan.moves else self._own(answer.plan.plan_id)
         if own is not None:
             told = pb.ExplainPlanResponse(records=answer.records)
@@ -259,7 +260,7 @@ class Reading:
         """What the page itself knows, where the controller knows less or cannot be asked."""
         found = self._own(plan_id or self._feed.beginnings.newest)
         if found is not None:
-            return self._draw(*found)
+            return self._drawing(*found)()
         if not plan_id and isinstance(error, NotFound):
             return no_plan()
         raise _not_answered(error)
@@ -274,13 +275,15 @@ class Reading:
 
     async def drawn(self, answer: pb.ExplainPlanResponse, *, priced: bool) -> Json:
         """Document of a plan that the controller has told."""
-        return await asyncio.to_thread(self._draw, answer, priced)
+        return await asyncio.to_thread(self._drawing(answer, priced))
 
-    def _draw(self, answer: pb.ExplainPlanResponse, priced: bool) -> Json:
+    def _drawing(self, answer: pb.ExplainPlanResponse, priced: bool) -> Callable[[], Json]:
+        # What is remembered is looked up here, on the loop that changes it; the rest may take a
+        # thread.
         plan_id = answer.plan.plan_id
         moves = self._feed.history.moves_of(plan_id)
         before = self._feed.beginnings.before(plan_id, begun=has_begun(answer, moves))
-        return plan_document(answer, moves, before, priced=priced)
+        return partial(plan_document, answer, moves, before, priced=priced)
 
     # ---- why
 
@@ -342,6 +345,8 @@ def _not_answered(error: MoeServeError) -> ApiError:
     value."""
     if isinstance(error, NotServed):
         return unavailable(error.message, code="not_served", next_step="update the controller")
+    if isinstance(error, TooManyReaders):
+        return unavailable(error.message, code="too_many_questions")
     if is_refusal(error):
         return unavailable(
             "the controller refuses the page's own token",

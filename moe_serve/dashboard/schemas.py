@@ -68,7 +68,9 @@ _COUNTS = made(
 _SPEED = {
     "p50_s": maybe({"type": "number", "description": "of the routers' medians, by requests"}),
     "p99_s": maybe({"type": "number", "description": "of the slowest router"}),
-    "rows_per_s": maybe(NUMBER),
+    "rows_per_s": maybe(
+        {"type": "number", "description": "rows of layer calls: a token is one in each layer"}
+    ),
 }
 FRAME = made(
     ("before_plan",),

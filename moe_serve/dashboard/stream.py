@@ -10,11 +10,14 @@ few numbers, so that a slow one costs nothing. Called by `app`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator
 
 import msgspec
 
 from moe_serve.dashboard.feed import Feed
+
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -33,7 +36,7 @@ class Event(msgspec.Struct, frozen=True):
 def record_cursor(feed: Feed, last_event_id: str) -> int:
     """Number of the newest record that a browser has; 0 where its id is of another life or none."""
     life, _, number = last_event_id.partition("-")
-    return int(number) if life == feed.life and number.isascii() and number.isdigit() else 0
+    return int(number) if life == feed.life and _NUMBER.fullmatch(number) else 0
 
 
 async def updates(feed: Feed, after_record: int = 0) -> AsyncGenerator[list[Event], None]:

@@ -11,7 +11,7 @@ Called by `feed` and the handlers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from typing import TypeVar
 
 import grpc
@@ -38,6 +38,8 @@ PLAN_TIMEOUT_S = 60.0
 """A plan is computed in the controller; its own deadline is 30 s."""
 _RECONNECT_MS = (100, 1000)
 """Between two tries to connect, at least and at most: an operator waits for the answer."""
+READERS_MAX = 8
+"""Calls with the page's own token that may be open at once: no reader floods the controller."""
 _T = TypeVar("_T")
 _Metadata = tuple[tuple[str, str], ...] | None
 
@@ -46,6 +48,12 @@ class NotServed(MoeServeError):
     """The controller is of a version that lacks the call."""
 
     code = "UNIMPLEMENTED"
+
+
+class TooManyReaders(MoeServeError):
+    """READERS_MAX questions are open already."""
+
+    code = "RESOURCE_EXHAUSTED"
 
 
 def open_channel(settings: DashboardSettings) -> grpc.aio.Channel:
@@ -75,6 +83,7 @@ class Calls:
     def __init__(self, settings: DashboardSettings) -> None:
         self._settings = settings
         self._channel: grpc.aio.Channel | None = None
+        self._readers = 0
 
     async def close(self) -> None:
         """End the connection."""
@@ -87,20 +96,32 @@ class Calls:
     async def explain(self, seconds: float) -> pb.ExplainResponse:
         """Why it is slow now."""
         request = pb.ExplainRequest(seconds=seconds)
-        return await _done(
-            self._stub().Explain(
-                request, timeout=READ_TIMEOUT_S, metadata=metadata_of(self._settings.token)
+        with self._reader():
+            return await _done(
+                self._stub().Explain(
+                    request, timeout=READ_TIMEOUT_S, metadata=metadata_of(self._settings.token)
+                )
             )
-        )
 
     async def explain_plan(self, plan_id: str) -> pb.ExplainPlanResponse:
         """All that is known of a plan, "" = the newest."""
         request = pb.ExplainPlanRequest(plan_id=plan_id)
-        return await _done(
-            self._stub().ExplainPlan(
-                request, timeout=READ_TIMEOUT_S, metadata=metadata_of(self._settings.token)
+        with self._reader():
+            return await _done(
+                self._stub().ExplainPlan(
+                    request, timeout=READ_TIMEOUT_S, metadata=metadata_of(self._settings.token)
+                )
             )
-        )
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[None]:
+        if self._readers >= READERS_MAX:
+            raise TooManyReaders(f"{READERS_MAX} questions to the controller are open already")
+        self._readers += 1
+        try:
+            yield
+        finally:
+            self._readers -= 1
 
     # ---- with the operator's token
 

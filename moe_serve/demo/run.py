@@ -199,6 +199,10 @@ def _watched_run(
     if deployed.dashboard_url:
         screen.note(f"page: {deployed.dashboard_url}")
         webbrowser.open(deployed.dashboard_url)
+    screen.note(
+        "other commands, from another shell: "
+        f"export MOE_SERVE_ADDRESS={deployed.admin_address}; moe-serve top"
+    )
     front_end = FrontEndProcess(
         deployed.router_addresses, checkpoint_folder(config.model.checkpoint), options.seconds
     )

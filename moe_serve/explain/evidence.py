@@ -75,8 +75,8 @@ class Evidence:
     listed replica. layout_since_s: driver time from which the placement is what it is.
     open_requests, waiting_requests: now, in all routers. silent: ranks that do not answer now.
     spare_slots: that could be filled beyond one replica of each expert for each failure domain of
-    the floor. wanted_memory: what the newest plan or an operator was refused for want of slots or
-    bytes, in words.
+    the floor. wanted_memory: what the newest plan was refused for want of slots or bytes, in
+    words.
     """
 
     spec: MoeSpec

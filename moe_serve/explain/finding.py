@@ -6,6 +6,7 @@ Responsible for the order of causes and for the verdict. Called by the controlle
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from moe_serve.explain.ranks import cold_start, copy, slow_rank, slowness
 from moe_serve.explain.sums import summed
 
 IDLE, SLOW, NOTHING_SLOW = "idle", "slow", "nothing_slow"
+SECONDS_MAX: Final = 600.0
+"""How far back may be looked: stage counts are kept so long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_serve.explain.cause import Cause, Kind, named
-from moe_serve.explain.evidence import Evidence, Slice, able_ranks
+from moe_serve.explain.evidence import Evidence, Floats, Slice, able_ranks
 from moe_serve.explain.model import LayerSkew, LoadModel
 from moe_serve.explain.ranks import SUB_CALLS_MIN
 from moe_serve.explain.sums import QUEUE, WAIT, Sums, ratio, summed
@@ -106,15 +106,20 @@ def _seen_longer(evidence: Evidence, sums: Sums, ranks: Sequence[int]) -> float:
     """Seconds that routers saw sub-calls spend at these ranks beyond an even share (or what others
     take, where that is less), or, which is all there is where each rank is one of them, come later
     than the last but one."""
-    warm = able_ranks(evidence)
-    spent_s = sums.at_rank_s
+    # What a shard does not tell of its waiting counts as the way there: both have to say it.
+    spent = (sums.at_rank_s, sums.at_rank_s + sums.wire_s)
+    longer_s = min(_longer_s(able_ranks(evidence), spent_s, ranks) for spent_s in spent)
+    return max(float(sums.late_s[list(ranks)].sum()), longer_s)
+
+
+def _longer_s(warm: Sequence[int], spent_s: Floats, ranks: Sequence[int]) -> float:
+    """Seconds that these ranks spent beyond an even share, or what others did, where less."""
     others = [rank for rank in warm if rank not in ranks]
     usual_s = min(
         float(np.mean(spent_s[warm])) if warm else 0.0,
         float(np.median(spent_s[others])) if others else np.inf,
     )
-    longer_s = sum(max(0.0, float(spent_s[rank]) - usual_s) for rank in ranks)
-    return max(float(sums.late_s[list(ranks)].sum()), longer_s)
+    return sum(max(0.0, float(spent_s[rank]) - usual_s) for rank in ranks)
 
 
 def settled(evidence: Evidence) -> Sequence[Slice]:
@@ -165,7 +170,7 @@ def _waits_everywhere(evidence: Evidence) -> tuple[float, float]:
 def memory(evidence: Evidence, skews: Skews) -> Cause | None:
     """Skew that stays because there is no memory to spread experts, or batches that a rank had too
     little memory for."""
-    short = bool(evidence.wanted_memory) or evidence.spare_slots <= 0
+    short = evidence.spare_slots <= 0  # whatever was refused: other things are told with it
     share = skews.by_one_expert.share + skews.other.share if short else 0.0
     sums = summed(evidence.slices, len(evidence.ranks))
     pressed = [r.rank for r in evidence.ranks if r.memory_errors]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe_serve.explain.cause import TIMES_SLOWER_MIN, Cause, Kind, named
-from moe_serve.explain.evidence import Evidence, Floats, Slice
+from moe_serve.explain.evidence import Evidence, Floats, RankFacts, Slice
 from moe_serve.explain.model import LoadModel, pair_seconds
 from moe_serve.explain.sums import OTHER, Sums, others_median, ratio, summed
 
@@ -50,6 +50,7 @@ def slow_rank(evidence: Evidence) -> Cause | None:
             "compute_s_per_pair": float(sums.compute_s[rank] / max(1, sums.pairs[rank])),
             "late_s": float(sums.late_s[rank]),
             "last_share": float(sums.last[rank] / max(1, sums.sub_calls[rank])),
+            "ranks_alike": float(len(_alike(_judged(evidence, sums), one))),
         }
         found.append((_share(lost_s, sums), rank, numbers))
     share = max((entry[0] for entry in found), default=0.0)  # one request may ask several of them
@@ -79,16 +80,25 @@ def _slower(
 ) -> Floats:
     """Smallest of some measures over the median of the others: `alike` among ranks of one profile,
     `alone` among all where a rank is the only one of its profile."""
-    judged = [r for r in evidence.ranks if r.serving and sums.sub_calls[r.rank] >= SUB_CALLS_MIN]
+    judged = _judged(evidence, sums)
     found = np.full(len(evidence.ranks), np.nan)
     for one in judged:
-        among, measures = [r.rank for r in judged if r.profile == one.profile], alike
+        among, measures = _alike(judged, one), alike
         if len(among) < 2:
             among, measures = [r.rank for r in judged], alone
         times = [m[one.rank] / others_median(m, one.rank, among) for m in measures]
         known = [t for t in times if np.isfinite(t)]
         found[one.rank] = min(known) if known else np.nan
     return found
+
+
+def _judged(evidence: Evidence, sums: Sums) -> list[RankFacts]:
+    return [r for r in evidence.ranks if r.serving and sums.sub_calls[r.rank] >= SUB_CALLS_MIN]
+
+
+def _alike(judged: Sequence[RankFacts], one: RankFacts) -> list[int]:
+    """Ranks of its profile, itself among them."""
+    return [r.rank for r in judged if r.profile == one.profile]
 
 
 def copy(evidence: Evidence) -> Cause | None:
@@ -141,7 +151,7 @@ def _times_without(
             longer = float(ratio(now_s, before_s)[rank])
             times.append(longer / (drift if np.isfinite(drift) else 1.0))
         else:
-            times.append(float(now_s[rank]) / others_median(now_s, rank, known))
+            times.append(_times_others(then, rank, known))
     return float(np.min(times))  # NaN where either is
 
 
@@ -155,28 +165,54 @@ def cold_start(evidence: Evidence) -> Cause | None:
     if not cold and not held:
         return None
     warm = [s for s in evidence.slices if not (s.cold or s.missing)]
-    sums, before = summed(cold, num_ranks), summed(warm, num_ranks)
-    usual_s = before.stage_s[OTHER] / before.requests if before.requests >= SUB_CALLS_MIN else 0.0
-    lost_s = max(0.0, float(sums.stage_s[OTHER]) - usual_s * sums.requests)
-    ranks = sorted({rank for s in cold for rank in s.cold if rank < num_ranks})
-    lost_s += sum(_lost_first(evidence, sums, rank) for rank in ranks)
+    sums = summed(cold, num_ranks)
+    lost_of = {
+        rank: _lost_first(evidence, sums, rank)
+        for rank in sorted({rank for s in cold for rank in s.cold if rank < num_ranks})
+    }
+    lost_s = _second_tries_s(sums, summed(warm, num_ranks)) + sum(lost_of.values())
+    failed = _failed_for_it(evidence, cold, warm)
     shares = [held, _share(lost_s, _weighed_in(evidence, cold)) if cold else 0.0]
-    failed = sum(s.failed for s in cold)
     if failed:
-        shares.append(failed / (failed + sums.requests))
+        shares.append(failed / (sum(s.failed for s in cold) + sums.requests))
     share = min(1.0, max(shares))
     if not named(share):
         return None
     numbers = {
         "experts_missing": float(now.missing),
-        "ranks_cold": float(len(ranks)),
+        "ranks_cold": float(len(lost_of)),
         "ranks_silent": float(len(evidence.silent)),
         "second_tries_s": float(sums.stage_s[OTHER]),
         "requests_open": float(evidence.open_requests),
-        "requests_failed": float(failed),
+        "requests_failed": float(round(failed)),
     }
-    named_ranks = ranks or sorted(evidence.silent)
-    return Cause(Kind.COLD_START, share, numbers, rank=named_ranks[0] if named_ranks else -1)
+    # Of ranks that are cold still, the one that costs most.
+    worst = max(lost_of, key=lambda r: (r in now.cold, lost_of[r], -r), default=-1)
+    rank = worst if worst >= 0 else min(evidence.silent, default=-1)
+    return Cause(Kind.COLD_START, share, numbers, rank=rank)
+
+
+def _second_tries_s(cold: Sums, warm: Sums) -> float:
+    """Seconds of the rest of requests beyond what it is while no rank is cold; none where that is
+    not known."""
+    if warm.requests < SUB_CALLS_MIN:
+        return 0.0
+    usual_s = float(warm.stage_s[OTHER]) / warm.requests
+    return max(0.0, float(cold.stage_s[OTHER]) - usual_s * cold.requests)
+
+
+def _failed_for_it(evidence: Evidence, cold: Sequence[Slice], warm: Sequence[Slice]) -> float:
+    """Requests that failed while a rank was cold: all where experts were missing or a rank is
+    silent, else those beyond the rate at which they fail anyway, if that is known."""
+    num_ranks = len(evidence.ranks)
+    failed = sum(s.failed for s in cold)
+    if evidence.silent or any(s.missing for s in cold):
+        return float(failed)
+    usual = sum(s.failed for s in warm)
+    tried = summed(warm, num_ranks).requests + usual
+    if tried < SUB_CALLS_MIN:
+        return 0.0
+    return max(0.0, failed - usual / tried * (failed + summed(cold, num_ranks).requests))
 
 
 def _held_share(evidence: Evidence) -> float:
@@ -192,13 +228,22 @@ def _held_share(evidence: Evidence) -> float:
 
 def _lost_first(evidence: Evidence, sums: Sums, rank: int) -> float:
     """Seconds that requests waited longer for a rank that only just began."""
-    others = [
-        r.rank for r in evidence.ranks if r.serving and sums.sub_calls[r.rank] >= SUB_CALLS_MIN
-    ]
+    others = [r.rank for r in _judged(evidence, sums)]
+    slower = _times_others(sums, rank, others)
+    return lost_at(sums, rank, slower) if slower >= TIMES_SLOWER_MIN else 0.0
+
+
+def _times_others(sums: Sums, rank: int, others: Sequence[int]) -> float:
+    """How many times longer sub-calls took at the rank than at the others; NaN where unknown."""
     # Both a call and a pair: a rank that has more to do takes longer for a call alone.
     each = [ratio(sums.at_rank_s, sums.sub_calls), ratio(sums.at_rank_s, sums.pairs)]
-    slower = float(np.min([m[rank] / others_median(m, rank, others) for m in each]))
-    return lost_at(sums, rank, slower) if slower >= TIMES_SLOWER_MIN else 0.0
+    # What a shard does not tell of its waiting counts as the way there, so that a rank is longer by
+    # what its sub-calls take longer with the way, at most.
+    whole_s = ratio(sums.at_rank_s + sums.wire_s, sums.sub_calls)
+    longer_s = float(whole_s[rank]) - others_median(whole_s, rank, others)
+    at_s = float(each[0][rank])
+    by_clock = at_s / (at_s - longer_s) if longer_s < at_s else np.inf
+    return float(np.min([*(m[rank] / others_median(m, rank, others) for m in each), by_clock]))
 
 
 def lost_at(sums: Sums, rank: int, slower: float) -> float:

@@ -35,6 +35,7 @@ class Sums:
     batches: Ints
     last: Ints
     late_s: Floats
+    wire_s: Floats
     wait_s: Floats
     compute_s: Floats
 
@@ -72,6 +73,7 @@ def summed(slices: Iterable[Slice], num_ranks: int) -> Sums:
         batches=sum((_fit(one.batches, num_ranks) for one in parts), zeros),
         last=sum((_fit(s.last, num_ranks) for s in stages), zeros),
         late_s=sum((_fit(s.late_s, num_ranks) for s in stages), np.zeros(num_ranks)),
+        wire_s=sum((_fit(s.wire_s, num_ranks) for s in stages), np.zeros(num_ranks)),
         wait_s=sum((_fit(s.wait_s, num_ranks) for s in stages), np.zeros(num_ranks)),
         compute_s=sum((_fit(s.compute_s, num_ranks) for s in stages), np.zeros(num_ranks)),
     )

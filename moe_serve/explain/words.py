@@ -76,9 +76,11 @@ def _imbalance_next(cause: Cause) -> str:
 def _slow_rank(cause: Cause) -> str:
     more = int(cause.evidence["ranks"]) - 1
     also = f" (and {more} more)" if more else ""
+    alone = cause.evidence["ranks_alike"] < 2
+    others = "its profile says, compared with the other ranks" if alone else "others of its profile"
     return (
         f"rank {cause.rank} is slow{also}: it takes {cause.evidence['times_slower']:.1f} x as long "
-        "to compute a pair as the others of its profile"
+        f"to compute a pair as {others}"
     )
 
 
@@ -154,9 +156,9 @@ def _memory(cause: Cause) -> str:
             f"rank {cause.rank} had too little memory for {int(numbers['memory_errors'])} batches, "
             "which were computed in parts"
         )
-    spare = int(numbers["spare_slots"])
-    have = "no slot is free" if spare <= 0 else f"{spare} slots are free"
-    return f"experts cannot be spread for want of memory: {have} beyond what each expert needs"
+    return (
+        "experts cannot be spread for want of memory: no slot is free beyond what each expert needs"
+    )
 
 
 def _memory_next(cause: Cause) -> str:

@@ -44,7 +44,7 @@ ALERTS: Final = (
         "30s",
         "absent({m}window_closed_timestamp_seconds) or "
         "time() - max({m}window_closed_timestamp_seconds) > 30 + 3 * max({m}window_seconds)",
-        "No window has closed for {{ $value | humanizeDuration }}: the controller is away.",
+        "No window closes: the controller is away, or nobody scrapes it.",
     ),
     Alert(
         "ExpertMissing",
@@ -72,8 +72,8 @@ ALERTS: Final = (
         "RequestsRefused",
         "warning",
         "2m",
-        'sum(rate({m}requests_total{{outcome="refused"}}[5m])) > 0',
-        "{{ $value | humanize }} requests a second are refused: routers are full.",
+        'sum(rate({m}requests_total{{outcome="rejected"}}[5m])) > 0',
+        "{{ $value | humanize }} requests a second get no permit: routers are full.",
     ),
     Alert(
         "RankSilent",

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moe_serve.telemetry.registry import DROPPED, METRICS
+import numpy as np
+import numpy.typing as npt
+
+from moe_serve.telemetry.registry import DROPPED, EXPERT_PAIRS, METRICS
 from moe_serve.telemetry.sinks import MetricSink
 from moe_serve.telemetry.spec import PREFIX, Kind, MetricSpec
 
@@ -19,6 +22,9 @@ class Metrics:
 
     Raises KeyError for a name or a label the registry does not have: that is our bug, and a test
     finds it. A label value too many is not: it is dropped and counted.
+
+    per_expert: where figures of single experts go, None = they are not wanted. Not every sink takes
+    thousands of samples at once without holding the loop up.
     """
 
     def __init__(
@@ -26,12 +32,11 @@ class Metrics:
         sink: MetricSink,
         registry: Mapping[str, MetricSpec] = METRICS,
         *,
-        per_expert: bool = False,
+        per_expert: MetricSink | None = None,
     ) -> None:
         self._sink = sink
         self._registry = registry
-        self.per_expert = per_expert
-        """Whether figures of single experts are wanted."""
+        self._per_expert = per_expert
         self._known: dict[str, set[tuple[str, ...]]] = {}
 
     def begin(self) -> None:
@@ -79,6 +84,18 @@ class Metrics:
         assert len(counts) == len(spec.buckets) + 1, f"{name} has {len(spec.buckets)} bounds"
         if self._admit(spec, values):
             self._sink.fold(spec, values, counts, seconds)
+
+    def add_experts(self, pairs: npt.NDArray[np.int64]) -> None:
+        """Grow the demand of each expert that has any in `pairs`, int64 [layers, experts], where
+        such figures are wanted."""
+        sink = self._per_expert
+        if sink is None:
+            return
+        at = np.nonzero(pairs)
+        for layer, expert, grown in zip(*(i.tolist() for i in at), pairs[at].tolist(), strict=True):
+            values = (str(layer), str(expert))
+            if self._admit(EXPERT_PAIRS, values):
+                sink.add(EXPERT_PAIRS, values, grown)
 
     def _spec(
         self, name: str, kind: Kind, labels: Mapping[str, str | int]

@@ -207,9 +207,11 @@ _COPIES: Final = (
         "Bytes of experts that shards took in, in whatever plan, by where they came from.",
         source=("rank", "host_cache", "checkpoint"),
     ),
-    metric("copy_seconds_total", _C, "Seconds that these took."),
+    metric("copy_seconds_total", _C, "Seconds that these took, waits included."),
     metric(
-        "copy_wait_seconds_total", _C, "Of these, seconds held back by limits.copy_bytes_per_s."
+        "copy_wait_seconds_total",
+        _C,
+        "Seconds that limits.copy_bytes_per_s held copies back, also those that failed.",
     ),
     metric(
         "host_cache_bytes",
@@ -228,7 +230,13 @@ _DISPATCH: Final = (
         phase=PHASES,
         stage=STAGES,
     ),
-    metric("requests_total", _C, "By how they ended.", router=_ROUTER, outcome=REQUEST_OUTCOMES),
+    metric(
+        "requests_total",
+        _C,
+        "By how they ended; refused: malformed, rejected: they got no permit.",
+        router=_ROUTER,
+        outcome=REQUEST_OUTCOMES,
+    ),
     metric("rows_total", _C, "Rows of answered requests.", router=_ROUTER),
     metric("pairs_total", _C, "What became of pairs.", router=_ROUTER, fate=PAIR_FATES),
     metric(
@@ -258,7 +266,7 @@ _DISPATCH: Final = (
 EXPERT_PAIRS: Final = metric(
     "expert_pairs_total",
     _C,
-    "Demand by expert. Only with `metrics.per_expert: true`.",
+    "Demand by expert. Only with `metrics.per_expert: true`, and only at `ports.metrics`.",
     opt_in=True,
     when="metrics.per_expert is true and a window with demand closed",
     layer=_LAYER,

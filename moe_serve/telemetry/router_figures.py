@@ -7,7 +7,7 @@ controller, for a plain one: it is the one place to scrape there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -35,6 +35,9 @@ FATES: Final = MappingProxyType(
     }
 )
 """What became of pairs -> its counter."""
+GAUGES: Final = ("requests_in_flight", "requests_waiting", "loop_lag_seconds")
+"""What a router tells of this moment."""
+QUANTILES: Final = ("p50", "p99")
 
 
 class RouterFigures:
@@ -61,10 +64,17 @@ class RouterFigures:
         metrics.set("requests_in_flight", counters.get("open_requests", 0.0), router=router)
         metrics.set("requests_waiting", counters.get("waiting_requests", 0.0), router=router)
         metrics.set("loop_lag_seconds", quantiles.get("loop_lag_s", 0.0), router=router)
-        for quantile in ("p50", "p99"):
+        for quantile in QUANTILES:
             # Absent where no request was answered since the last report.
             if (seconds := quantiles.get(f"dispatch_{quantile}_s")) is not None:
                 metrics.set("request_seconds", seconds, router=router, quantile=quantile)
+
+    def forget(self) -> None:
+        """The router is gone: nothing is in work there any more."""
+        for name in GAUGES:
+            self._metrics.forget(name, router=self._router)
+        for quantile in QUANTILES:
+            self._metrics.forget("request_seconds", router=self._router, quantile=quantile)
 
     def _growth(self, counters: Mapping[str, float], name: str) -> float:
         total = counters.get(name, 0.0)
@@ -82,6 +92,8 @@ class RoutersFigures:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._of: dict[str, tuple[int, RouterFigures]] = {}
+        self._shown: set[str] = set()
+        """Routers that gauges tell of."""
 
     def tell(self, report: RouterReport) -> None:
         """A router reported."""
@@ -92,3 +104,10 @@ class RoutersFigures:
             known = self._of[report.router] = report.incarnation, figures
         if known[0] == report.incarnation:
             known[1].tell(report)
+            self._shown.add(report.router)
+
+    def keep(self, routers: Collection[str]) -> None:
+        """These are there now; what gauges tell of others is forgotten."""
+        for router in self._shown.difference(routers):
+            self._of[router][1].forget()
+        self._shown.intersection_update(routers)

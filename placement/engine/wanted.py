@@ -90,7 +90,10 @@ def _too_much(target: Keys, request: PolicyInput) -> Iterator[str]:
             continue
         wanted = f"{_count(len(keys), 'expert')} {'is' if len(keys) == 1 else 'are'} wanted on it"
         if not spec.alive:
-            yield f"rank {spec.rank} has no shard, and {wanted}: wait until it has joined"
+            yield (
+                f"rank {spec.rank} has no shard, and {wanted}: wait until it has joined, or give "
+                "them to other ranks where it has left the service"
+            )
         elif spec.draining:
             yield f"rank {spec.rank} is being emptied, and {wanted}: undrain it first"
         elif (room := spec.room(request.staging_slots)) < len(keys):

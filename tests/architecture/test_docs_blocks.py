@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer
 
+from moe_serve.cli.app import app
 from tests.architecture.test_readme import command_problem
 from tests.architecture.tree import ROOT, name_of
 
@@ -62,7 +64,16 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 PAGE = re.compile(r"^<!-- shell: (?P<word>run|needs) (?P<what>.+?) -->$", re.MULTILINE)
-PLACES = {"RANK": "0", "N": "1", "PLAN_ID": "1-1", "PLAN": "1-1", "SECONDS": "1", "LAYER": "0"}
+PLACES = {
+    "RANK": "0",
+    "N": "1",
+    "PLAN_ID": "1-1",
+    "PLAN": "1-1",
+    "SECONDS": "1",
+    "LAYER": "0",
+    "SLOTS": "39slots",
+    "FILE": "service.yaml",
+}
 """What stands for a word in capitals where a command is only parsed."""
 
 
@@ -107,6 +118,25 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 ALL = [block for path in PAGES for block in blocks(name_of(path), path.read_text(encoding="utf-8"))]
 
 
+INLINE = re.compile(r"`((?:moe-serve|make) [^`]+)`")
+"""A command of ours within a sentence."""
+COMMAND_NAMES = frozenset(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
+INLINES = [
+    (path.stem, command)
+    for path in RUNBOOKS
+    for command in INLINE.findall(path.read_text(encoding="utf-8"))
+]
+
+
+def inline_problem(command: str) -> str:
+    """As `problem`; a command's name alone stands for it, whatever it must be given."""
+    words = shlex.split(command)
+    if len(words) == 2 and words[1] in COMMAND_NAMES:
+        return ""
+    return problem(words)
+
+
 def problem(words: list[str]) -> str:
     """Why a command of ours cannot be run, "" where it can or is not ours."""
     if words[0] not in CHECKED:
@@ -138,6 +168,24 @@ def test_a_block_is_executed_or_says_what_it_needs(block: Block) -> None:
 @pytest.mark.parametrize("block", ALL, ids=str)
 def test_every_command_of_ours_exists(block: Block) -> None:
     assert [said for words in block.commands if (said := problem(words))] == []
+
+
+@pytest.mark.parametrize(("page", "command"), INLINES)
+def test_every_command_that_a_runbook_names_can_be_run(page: str, command: str) -> None:
+    assert inline_problem(command) == "", page
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["moe-serve roll --only shards", "moe-serve drian", "moe-serve events --rul x", "make soac"],
+)
+def test_a_command_of_a_runbook_that_is_refused_is_seen(command: str) -> None:
+    assert inline_problem(command) != ""
+
+
+def test_commands_of_runbooks_are_found() -> None:
+    assert len(INLINES) >= 40
+    assert len({page for page, _ in INLINES}) >= 15
 
 
 @pytest.mark.timeout(300)  # each command imports numba's kernels

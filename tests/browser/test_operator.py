@@ -129,3 +129,75 @@ async def test_the_controllers_refusal_is_shown_in_its_own_words() -> None:
         assert "<b>a drain</b> is under way" in await r.text("[data-figure=fault]")
         await r.tab.press("Escape")
         await r.tab.until(f"{DIALOG} === null")
+
+
+async def test_a_session_that_has_ended_is_seen_and_begun_anew() -> None:
+    async with rig(tokens=dict(TOKENS), token="read-token") as r:
+        r.expected.add("/api/v1/pause")
+        await r.click("[data-figure=operator]")
+        await sign_in(r, "admin-token")
+        await r.tab.until("document.querySelector('.operator') !== null")
+        del r.service.tokens["admin-token"]
+        await r.press_button("Pause", ".operator")
+        await r.press_button("Pause", "dialog")
+        await r.tab.until(f"{FAULT} !== null")
+        await r.press_button("Cancel", "dialog")
+        await r.tab.until("document.querySelector('.operator') === null")
+        r.service.tokens["admin-token"] = "admin"
+        await r.click("[data-figure=operator]")
+        await sign_in(r, "admin-token")
+        await r.tab.until("document.querySelector('.operator') !== null")
+
+
+async def test_a_session_that_another_tab_began_anew_is_taken_over() -> None:
+    async with rig(tokens=dict(TOKENS), token="read-token") as r:
+        r.expected.add("/api/v1/pause")
+        await r.click("[data-figure=operator]")
+        await sign_in(r, "admin-token")
+        await r.tab.until("document.querySelector('.operator') !== null")
+        # The same cookie jar, another session: the token of this page's requests is of the old one.
+        begun = await r.tab.ask(
+            "fetch('/api/v1/session', {method: 'POST', body: '{\"token\": \"admin-token\"}',"
+            " headers: {'Content-Type': 'application/json'}}).then((a) => a.status)"
+        )
+        assert begun == 200
+        await r.press_button("Pause", ".operator")
+        await r.press_button("Pause", "dialog")
+        await r.tab.until(f"{FAULT} !== null")
+        await r.press_button("Pause", "dialog")
+        await r.tab.until(f"{DIALOG} === null")
+        assert len(asked(r, pb.PauseRequest)) == 1
+
+
+async def test_no_rank_to_drain_is_said_and_rank_0_left_alone() -> None:
+    async with rig() as r:
+        await r.click("[data-figure=operator]")
+        await r.press_button("Take control", "dialog")
+        r.service.drained = set(range(r.service.script.ranks))
+        r.service.tell()
+        await r.press_button("Undrain", ".operator")  # there once the page knows
+        await r.press_button("Cancel", "dialog")
+        await r.press_button("Drain a rank", ".operator")
+        await r.tab.until(
+            "document.querySelector('[data-figure=said]').innerText.includes('No rank is up')"
+        )
+        assert await r.tab.ask(f"{DIALOG} === null")
+        assert asked(r, pb.DrainRankRequest) == []
+
+
+async def test_an_order_that_is_on_its_way_cannot_be_cancelled() -> None:
+    async with rig() as r:
+        r.service.delay_s["Pause"] = 3600.0
+        r.expected.add("/api/v1/pause")
+        await r.click("[data-figure=operator]")
+        await r.press_button("Take control", "dialog")
+        await r.press_button("Pause", ".operator")
+        await r.press_button("Pause", "dialog")
+        await r.tab.until(f"{DIALOG}?.querySelector('.quiet').disabled === true")
+        await r.tab.press("Escape")
+        await r.tab.press("Escape")
+        assert await r.tab.ask(f"{DIALOG} !== null")
+        # What became of it is said in the dialog: the controller did not answer in time.
+        await r.tab.until(f"{FAULT} !== null")
+        await r.press_button("Cancel", "dialog")
+        await r.tab.until(f"{DIALOG} === null")

@@ -153,6 +153,54 @@ async def test_the_panel_of_an_expert_opens_and_gives_the_focus_back() -> None:
         await r.tab.until(f"{SPOKEN}.startsWith('Layer {move.layer}, expert {move.expert}')")
 
 
+async def test_escape_closes_the_panel_of_an_expert_before_the_focus_is_in_it() -> None:
+    async with rig() as r:
+        await r.tab.press("/")
+        await r.tab.until(f"{FOCUS} === 'jump'")
+        await r.tab.write("L1 E3")
+        await r.tab.press("Enter")
+        await r.tab.until(f"{FOCUS} === 'map'")
+        # Both keys before anything is drawn.
+        keys = [
+            f"document.getElementById('map').dispatchEvent(new KeyboardEvent('keydown',"
+            f" {{key: '{key}', bubbles: true, cancelable: true}}))"
+            for key in ("Enter", "Escape")
+        ]
+        await r.tab.ask("; ".join(keys))
+        await r.tab.ask(PAINTED)
+        await r.tab.until("document.querySelector('.sheet') === null")
+        assert "expert=" not in await r.tab.ask("location.hash")
+        assert await r.tab.ask(f"{FOCUS} === 'map'")
+        await r.tab.until(f"{SPOKEN}.startsWith('Layer 1, expert 3')")
+        # And where the focus has gone elsewhere meanwhile.
+        await r.tab.press("Enter")
+        await r.tab.until("document.activeElement.closest('.sheet') !== null")
+        await r.tab.ask("document.activeElement.blur()")
+        await r.tab.press("Escape")
+        await r.tab.until("document.querySelector('.sheet') === null")
+        await r.tab.until(f"{FOCUS} === 'map'")
+
+
+async def test_change_asks_again_after_a_fault_that_passes() -> None:
+    async with rig() as r:
+        r.expected.add("before_plan=1")
+        r.service.begin_plan()
+        r.service.finish_plan()
+        r.service.tell()
+        await r.go("#view=timeline")
+        await r.tab.until("document.querySelector('[data-figure=plans]') !== null")
+        await r.go("#view=overview")
+        # The first question meets a server that is out of breath.
+        await r.tab.ask(
+            "(() => { const real = window.fetch; let left = 1; window.fetch = (path, more) =>"
+            " String(path).includes('before_plan') && left-- > 0"
+            " ? Promise.resolve(new Response('', {status: 503})) : real(path, more); })()"
+        )
+        await r.go("#mode=change")
+        await r.tab.until("document.querySelector('[data-figure=unseen]') !== null")
+        await r.tab.until("document.querySelector('[data-figure=unseen]') === null")
+
+
 async def test_change_compares_with_the_window_before_the_last_plan() -> None:
     async with rig(fragment="#mode=change") as r:
         r.expected.add("before_plan=1")
@@ -277,10 +325,10 @@ async def test_a_held_picture_waits_and_says_so() -> None:
         await r.tab.press("p")
         await r.tab.until("document.querySelector('[data-figure=held]') !== null")
         before = await r.tab.ask(DRAWN)
-        for _ in range(3):
-            r.service.close_window()
         points = "document.querySelector('.chart .plot').getAttribute('aria-label')"
         told = await r.tab.ask(points)
+        for _ in range(3):
+            r.service.close_window()
         await r.tab.until(f"{points} !== {json.dumps(told)}")  # it has heard of them
         assert await r.tab.ask(DRAWN) == before
         await r.press_button("Go on", ".heat")

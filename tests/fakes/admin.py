@@ -115,6 +115,9 @@ def make_load() -> pb.GetLoadResponse:
         imbalance=0.25,
         layer_imbalance=[0.1, 0.4],
         demand=b"\1" + b"\0" * 15,
+        num_phases=1,
+        num_layers=1,
+        num_experts=2,
     )
 
 

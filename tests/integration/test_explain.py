@@ -31,6 +31,8 @@ from moe_serve.shard.faults import NO_FAULTS, FaultPoints
 from tests.service_cluster import Service, service_config, wait_until
 from tests.traffic import Arrays, Source, Traffic, Workload
 
+pytestmark = pytest.mark.slow
+
 LAYERS, EXPERTS, TOP_K, HIDDEN, INNER = 4, 32, 4, 128, 64
 SLOTS = 40
 """32 of each rank hold every expert once; three ranks cannot hold them all, so that those of a lost

@@ -15,8 +15,10 @@ from yarl import URL
 from moe_serve.dashboard.app import Page, load_assets
 from moe_serve.dashboard.feed import Feed
 from moe_serve.dashboard.settings import DashboardSettings
+from moe_serve.dashboard.upstream import READERS_MAX, Calls, TooManyReaders
 from moe_serve.rpc import placement_pb2 as pb
 from tests.fakes.page import WAIT_S, Rig, lone_page, rig
+from tests.fakes.placement_service import serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -168,6 +170,46 @@ async def test_fifty_askers_cost_the_controller_one_question() -> None:
         assert r.service.calls.count("Explain") == 2, "another question is another"
 
 
+async def test_readers_questions_to_the_controller_are_bounded() -> None:
+    async with rig(answers_kept_s=0.0) as r:
+        r.service.delay_s["Explain"] = 1.0
+        calls = Calls(r.chosen)
+        held = [asyncio.create_task(calls.explain(float(n))) for n in range(READERS_MAX)]
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyReaders):
+            await calls.explain(9.0)
+        await asyncio.gather(*held)
+        await calls.explain(9.0)
+        await calls.close()
+        answers = await asyncio.gather(*(r.get(f"api/v1/explain?seconds={n}") for n in range(40)))
+        refused = [json.loads(body)["error"] for status, _, body in answers if status == 503]
+        assert {error["code"] for error in refused} == {"too_many_questions"}
+
+
+async def test_a_reconnect_that_sends_the_newest_window_again_adds_none() -> None:
+    async with rig() as r:
+        await live(r, 2)
+        before = await r.json("api/v1/history")
+        await r.server.stop(0)
+        await r.until("api/v1/status", lambda s: s["connection"] == "away")
+        r.server, _ = await serve(r.service, int(r.address.partition(":")[2]))
+        watched = r.service.calls.count("WatchLoad")
+        await r.until(
+            "api/v1/status",
+            lambda s: (
+                s["connection"] == "live" and r.service.calls.count("WatchLoad") > watched - 1
+            ),
+        )
+        await live(r)
+        after = await r.json("api/v1/history")
+        assert [p["window"] for p in after["points"]] == [
+            *[p["window"] for p in before["points"]],
+            r.service.window,
+        ]
+        expert = await r.json("api/v1/expert?layer=0&expert=0")
+        assert len(expert["history"]["wall_s"]) == len(after["points"])
+
+
 async def test_causes_come_as_the_controller_tells_them() -> None:
     async with rig(answers_kept_s=0.0) as r:
         r.service.explanation = pb.ExplainResponse(
@@ -266,6 +308,24 @@ async def test_the_frame_before_the_newest_plan_is_kept() -> None:
         assert (await r.get("api/v1/frame", headers=tag))[0] == 200
 
 
+async def test_two_plans_after_one_window_have_two_tags() -> None:
+    async with rig() as r:
+        await live(r, 2)
+        tags = []
+        for plan_id in ("7-a", "7-b"):
+            r.service.record("regret_reached", "started", plan_id=plan_id)
+            r.service.tell()
+            await r.until(
+                "api/v1/frame?before_plan=1", lambda f, wanted=plan_id: f["before_plan"] == wanted
+            )
+            tags.append((await r.get("api/v1/frame?before_plan=1"))[1]["ETag"])
+        status, _, body = await r.get(
+            "api/v1/frame?before_plan=1", headers={"If-None-Match": tags[0]}
+        )
+        assert (status, json.loads(body)["before_plan"]) == (200, "7-b")
+        assert tags[0] != tags[1]
+
+
 async def test_windows_know_how_fast_requests_were() -> None:
     async with rig() as r:
         await live(r, 3)
@@ -361,7 +421,7 @@ async def test_one_expert_tells_where_it_is_and_how_hot_it_was() -> None:
         ("moves?limit=1&limit=2", "limit"),
         ("moves?after=1e3", "after"),
         ("events?limit=2001", "limit"),
-        ("explain?seconds=3601", "seconds"),
+        ("explain?seconds=601", "seconds"),
         ("explain?seconds=nan", "seconds"),
         ("experts.csv?phase=dream", "phase"),
         ("expert?layer=0", "expert"),
@@ -411,7 +471,10 @@ async def test_a_fault_of_ours_is_a_line_in_the_log_and_no_detail_outside() -> N
         status, error = await error_of(r, "api/v1/moves")
         assert (status, error["code"]) == (500, "internal")
         assert "NoneType" not in str(error)
-        assert "TypeError" in r.lines.getvalue()
+        (line,) = [json.loads(row) for row in r.lines.getvalue().splitlines() if "TypeError" in row]
+        name, _, number = line["at"].partition(":")
+        assert name == "reading.py"
+        assert int(number) > 0
 
 
 async def test_names_from_outside_stay_text() -> None:

@@ -186,6 +186,12 @@ async def test_a_reconnect_gets_only_the_records_it_lacks() -> None:
         async with r.stream(**{"Last-Event-ID": f"0{life[1:]}x-{last}"}) as answer:
             data = await first(answer, lambda name, data: name == "record")
         assert len(data) == 4
+        # Nor does a number that none of ours can have; one too long for int() least of all.
+        for number in ("9" * 19, "1" * 5000, "-1", "x"):
+            async with r.stream(**{"Last-Event-ID": f"{life}-{number}"}) as answer:
+                assert answer.status == 200
+                data = await first(answer, lambda name, data: name == "record")
+            assert len(data) == 4
 
 
 @pytest.mark.parametrize("after", ["-1", "x", "", "1e3", "9" * 40, "%D9%A1"])
@@ -297,6 +303,26 @@ async def test_a_controller_that_goes_is_said_and_found_again() -> None:
         r.server, _ = await serve(r.service, int(r.address.partition(":")[2]))
         await r.until("api/v1/status", lambda s: s["connection"] == "live" and not s["message"])
         await r.until("api/v1/placement", lambda p: p["term"] == 2)
+
+
+async def test_a_task_of_the_page_that_died_is_said_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with rig() as r:
+        r.service.close_window()
+        await r.until("api/v1/status", lambda s: s["connection"] == "live")
+        feed = r.page.feed
+        assert feed is not None
+        monkeypatch.setattr(feed.beginnings, "see", None)
+        r.service.tell()
+        await r.until("api/v1/status", lambda s: "the page failed" in s["message"])
+        for _ in range(3):
+            r.service.close_window()
+            r.service.tell()
+            watched = r.service.window
+            await r.until("api/v1/frame", lambda f, n=watched: f["window"] == n)
+        status = await r.json("api/v1/status")
+        assert (status["connection"], "restart it" in status["message"]) == ("away", True)
 
 
 async def test_load_that_stays_away_is_not_live() -> None:

@@ -3,14 +3,24 @@ whose routers tell made-up stages."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moe_serve.controller import explaining
+from moe_serve.controller.admin import EXPLAINS_MAX
 from moe_serve.controller.recent import WINDOWS_KEPT
-from moe_serve.errors import InvalidArgument, NotFound, PermissionDenied, Unauthenticated
+from moe_serve.errors import (
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+)
+from moe_serve.explain import Evidence, Finding
 from moe_serve.rpc import placement_pb2 as pb
 from moe_serve.rpc.auth import bearer_metadata
 from moe_serve.stage_counts import STAGE_BOUNDS_S, STAGES, StageCounts
@@ -147,6 +157,34 @@ async def test_a_plan_is_explained_from_its_beginning_to_what_it_brought(tmp_pat
         for unknown in ("9-9", "x" * 300):
             error = await refused(stub.ExplainPlan(pb.ExplainPlanRequest(plan_id=unknown)))
             assert isinstance(error, NotFound | InvalidArgument)
+
+
+@pytest.mark.asyncio
+async def test_calls_beyond_a_few_are_told_to_ask_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, real, begun = threading.Event(), explaining.explain, list[Evidence]()
+
+    def held_up(evidence: Evidence) -> Finding:
+        begun.append(evidence)
+        assert go_on.wait(30.0)
+        return real(evidence)
+
+    monkeypatch.setattr(explaining, "explain", held_up)
+    async with serving(make_settings(tmp_path)) as (_, _cluster, stub):
+        try:
+            calls = [stub.Explain(pb.ExplainRequest()) for _ in range(EXPLAINS_MAX)]
+            await until(lambda: len(begun) == EXPLAINS_MAX, 30.0)
+            error = await refused(stub.Explain(pb.ExplainRequest()))
+            assert isinstance(error, ResourceExhausted)
+            assert error.retry_after_s
+            calls[0].cancel()  # whoever leaves makes no room: the thread works on
+            assert calls[0].cancelled()
+            assert isinstance(await refused(stub.Explain(pb.ExplainRequest())), ResourceExhausted)
+        finally:
+            go_on.set()
+        assert [(await one).verdict for one in calls[1:]] == ["idle"] * (EXPLAINS_MAX - 1)
+        assert (await stub.Explain(pb.ExplainRequest())).verdict == "idle"
 
 
 @pytest.mark.asyncio

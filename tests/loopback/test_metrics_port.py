@@ -101,9 +101,13 @@ async def test_a_service_with_tls_speaks_nothing_else(tmp_path: Path) -> None:
 async def test_bad_tls_files_are_told(tmp_path: Path) -> None:
     bad = tmp_path / "bad.pem"
     bad.write_text("no certificate")
+    refused = MetricsPort(
+        controller_settings(tmp_path, metrics_port=0, tls_certificate=bad, tls_key=bad),
+        PrometheusSink(),
+    )
     with pytest.raises(StartRefused, match="TLS files"):
-        async with served(tmp_path, tls_certificate=bad, tls_key=bad):
-            pass
+        await refused.start()
+    assert refused._runner is None, "nothing is left to be stopped"
 
 
 @pytest.mark.asyncio

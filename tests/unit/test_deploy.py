@@ -8,8 +8,10 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +281,8 @@ def test_rays_first_process_gets_the_signal() -> None:
     assert cluster["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
     for pod in PODS:
         if pod.name == "control":
-            assert script("up.sh").splitlines()[-1].startswith("exec moe-serve up --keep ")
+            # A shell, which hands it on: the test below.
+            assert "trap " in script("up.sh")
         else:
             assert 'eval "exec $KUBERAY_GEN_RAY_START_CMD"' in pod.main["args"][0]
 
@@ -332,8 +335,97 @@ def test_every_command_of_the_scripts_exists() -> None:
     flags = start.make_context("ray start", ray[2:]).params
     assert (flags["num_cpus"], flags["node_manager_port"]) == (0, 6380)
     assert flags["block"] is False
-    (up,) = [line[1:] for line in lines if line[:1] == ["exec"]]
-    assert command_problem(up, cluster=True) == ""
+    (up,) = [line for line in lines if line[:2] == ["moe-serve", "up"]]
+    assert up[-1] == "&"
+    assert command_problem(up[:-1], cluster=True) == ""
+
+
+KEEPER = """#!/bin/sh
+trap 'sleep 0.2; echo down >> "$LOG"; exit 0' TERM
+echo up >> "$LOG"
+[ -z "$CODE" ] || exit "$CODE"
+while :; do sleep 0.05; done
+"""
+"""Ends as `up --keep` does: with 0 both when the service was taken down and after SIGTERM."""
+
+
+def start_script(folder: Path, *, code: str = "", ray: str = "") -> subprocess.Popen[bytes]:
+    for name, text in (
+        ("moe-serve", KEEPER),
+        ("ray", f'#!/bin/sh\necho ray >> "$LOG"\n{ray}\n'),
+        ("moe-kernels", '#!/bin/sh\necho kernels >> "$LOG"\n'),
+    ):
+        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).chmod(0o755)
+    (folder / "log").touch()
+    text = script("up.sh")
+    assert "ulimit -n 65536\n" in text, "not everybody here may have as many"
+    return subprocess.Popen(
+        ["/bin/sh", "-c", text.replace("ulimit -n 65536\n", "")],
+        env={
+            "PATH": f"{folder}:/usr/bin:/bin",
+            "LOG": str(folder / "log"),
+            "CODE": code,
+            "RAY_HEAD": "h:1",
+            "POD_IP": "127.0.0.1",
+        },
+    )
+
+
+def said(folder: Path) -> list[str]:
+    return (folder / "log").read_text(encoding="utf-8").split()
+
+
+def until_said(folder: Path, word: str) -> None:
+    ends_s = time.monotonic() + 30.0
+    while word not in said(folder):
+        assert time.monotonic() < ends_s, said(folder)
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_keeper_that_is_told_to_end_fails_its_pod_once_the_service_is_down(
+    tmp_path: Path, times: int
+) -> None:
+    with start_script(tmp_path) as shell:
+        until_said(tmp_path, "up")
+        for _ in range(times):
+            shell.send_signal(signal.SIGTERM)
+        assert shell.wait(30.0) == 143, "0 would complete the Job, and the service stays down"
+    assert said(tmp_path) == ["kernels", "ray", "up", "down"]
+
+
+def test_a_pod_that_is_told_to_end_before_its_service_starts_fails_too(tmp_path: Path) -> None:
+    with start_script(tmp_path, ray="sleep 1") as shell:
+        until_said(tmp_path, "ray")
+        shell.send_signal(signal.SIGTERM)
+        assert shell.wait(30.0) == 143
+    assert said(tmp_path) == ["kernels", "ray"]
+
+
+@pytest.mark.parametrize("code", ["0", "3"])
+def test_a_keeper_that_ends_by_itself_says_how_to_its_job(tmp_path: Path, code: str) -> None:
+    with start_script(tmp_path, code=code) as shell:
+        assert shell.wait(30.0) == int(code)
+
+
+def test_every_node_waits_as_long_for_the_head() -> None:
+    name = "RAY_gcs_rpc_server_reconnect_timeout_s"
+    waits = {pod.name: env_of(pod.main)[name] for pod in PODS if pod.name != "head"}
+    assert set(waits.values()) == {"600"}
+
+
+def test_kernels_of_the_image_are_where_its_user_may_write() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    assert "RUN NUMBA_CACHE_DIR=/opt/kernels " in text
+    assert "COPY --from=build /opt/kernels /opt/kernels" in text
+    assert "NUMBA_CACHE_DIR=/state/kernels" in text
+    (entry,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)
+    assert json.loads(entry)[2] == 'moe-kernels && exec moe-serve "$@"'
+    for pod in PODS:
+        starts = script("up.sh") if pod.name == "control" else pod.main["args"][0]
+        assert "moe-kernels" in starts, f"{pod.name} would compile them at its start"
+        assert any(mount["mountPath"] == "/state" for mount in pod.main["volumeMounts"])
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")

@@ -34,7 +34,7 @@ def demo(
         bool, typer.Option("--dashboard/--no-dashboard", help="Run the page.")
     ] = True,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Only the summary, not the text.")
+        bool, typer.Option("--quiet", "-q", help="Not the text, only how it goes and the summary.")
     ] = False,
 ) -> None:
     """Let a real model write text on this machine and watch its experts move.

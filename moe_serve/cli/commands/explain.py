@@ -19,10 +19,8 @@ from moe_serve.cli.views.explain import (
     plan_parts,
 )
 from moe_serve.errors import FailedPrecondition, InvalidArgument, Unavailable
-from moe_serve.explain.finding import SLOW
+from moe_serve.explain.finding import SECONDS_MAX, SLOW
 from moe_serve.explain.words import NO_START
-
-SECONDS_MAX = 600.0
 
 
 class What(StrEnum):

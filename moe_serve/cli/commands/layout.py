@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from moe_serve.cli.admin import Admin
+from moe_serve.cli.again import command_of
 from moe_serve.cli.commands.plan import wait_for_moves
 from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.layouts import (
@@ -24,11 +25,25 @@ from moe_serve.cli.layouts import (
 )
 from moe_serve.cli.options import AddressOption, OutputOption, ServiceOption, admin_of
 from moe_serve.cli.output import Output, OutputFormat
+from moe_serve.cli.rolling import NO_ANSWER
 from moe_serve.cli.views.plan import plan_parts, plan_plain
-from moe_serve.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from moe_serve.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    MoeServeError,
+    NotFound,
+    ResourceExhausted,
+)
 from moe_serve.rpc import placement_pb2 as pb
 
 NEWEST = "newest"
+NOT_AGAIN = ("dry_run", "output")
+"""Parameters that do not come again where a command is to be run for good."""
+PAUSED = "automatic plans are paused; `moe-serve resume` lets them run again"
+MAY_BE_PAUSED = (
+    "automatic plans may be paused: `moe-serve status` says so, `moe-serve resume` lets them run"
+)
+UNKNOWN = "whether the plan runs is not known: `moe-serve status` says so, and `moe-serve events`"
 WAIT_S = 120.0
 UNNUMBERED = (
     "layers are numbered from 0 without a gap; where the model has dense layers, name its MoE "
@@ -87,7 +102,7 @@ def rollback(  # noqa: PLR0913, PLR0917  # one parameter an option
         placement = admin.placement()
         answer = admin.plan_to(plan_id)
         goal = f"the placement before plan {answer.before_plan}"
-        command = f"moe-serve rollback {answer.before_plan}"
+        command = command_of(ctx, NOT_AGAIN, {"plan_id": answer.before_plan, "yes": ""})
         _carry_out(admin, answer, placement, Goal(goal, command), terms, out)
 
 
@@ -173,7 +188,8 @@ def import_file(  # noqa: PLR0913, PLR0917  # one parameter an option
         held = holding_of(placement)
         found = read_layout(file, form, held, parse_layers(layers, held.num_layers))
         answer = admin.plan_to("", found.rows)
-        goal = Goal(f"the placement of {file}", f"moe-serve import {file}", found.notes)
+        command = command_of(ctx, NOT_AGAIN, {"yes": ""})
+        goal = Goal(f"the placement of {file}", command, found.notes)
         _carry_out(admin, answer, placement, goal, terms, out)
 
 
@@ -231,14 +247,20 @@ def _carry_out(
         out.data(report, [f"Nothing moves: {why}."])
         return
     if terms.dry_run:
-        out.data(report, [f"Nothing moved. Run: {goal.command} -y"])
+        out.data(report, [f"Nothing moved. Run: {goal.command}"])
         return
     if not terms.yes:
         typer.confirm(f"Run these {len(plan.moves)} moves?", abort=True, err=True)
     report["message"] = _apply(admin, answer, goal, terms, out)
     report["applied"] = True
     report["paused"] = answer.paused or not terms.keep_automatic
-    done = wait_for_moves(admin, plan.plan_id, terms.wait_s, out) if terms.wait_s else {}
+    try:
+        done = wait_for_moves(admin, plan.plan_id, terms.wait_s, out) if terms.wait_s else {}
+    except (MoeServeError, KeyboardInterrupt):
+        if report["paused"]:
+            out.note(PAUSED)
+        out.note(UNKNOWN)
+        raise
     report["moves"] = done
     missed = [state for state in done.values() if state != "done"]
     out.data(report, _closing(report, len(done) - len(missed), goal, terms))
@@ -249,18 +271,37 @@ def _carry_out(
 def _apply(
     admin: Admin, answer: pb.ComputePlanResponse, goal: Goal, terms: Terms, out: Output
 ) -> str:
-    """Pause automatic plans and run the plan; where it is refused they are as they were."""
+    """Pause automatic plans and run the plan. Where it is refused they are as they were; where it
+    is not known what came of it, it is said that they are paused."""
     pauses = not answer.paused and not terms.keep_automatic
     if pauses:
-        admin.pause(f"towards {goal.words}"[:200])
+        try:
+            admin.pause(f"towards {goal.words}"[:200])
+        except (*NO_ANSWER, KeyboardInterrupt):
+            out.note(MAY_BE_PAUSED)
+            raise
     try:
         return admin.apply_plan(answer.plan.plan_id, False)
     except (FailedPrecondition, NotFound, ResourceExhausted):
         # Only where it is known that nothing moves: an answer that was lost may have been a yes.
         if pauses:
-            admin.resume()
-            out.note("automatic plans run as before; `moe-serve pause` first keeps things as shown")
+            _resume(admin, out)
         raise
+    except (MoeServeError, KeyboardInterrupt) as error:
+        if pauses:
+            out.note(PAUSED)
+        if isinstance(error, (*NO_ANSWER, KeyboardInterrupt)):
+            out.note(UNKNOWN)
+        raise
+
+
+def _resume(admin: Admin, out: Output) -> None:
+    try:
+        admin.resume()
+    except (MoeServeError, KeyboardInterrupt):
+        out.note(PAUSED)
+        raise
+    out.note("automatic plans run as before; `moe-serve pause` first keeps things as shown")
 
 
 def _closing(report: dict[str, Any], done: int, goal: Goal, terms: Terms) -> list[str]:

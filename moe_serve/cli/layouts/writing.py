@@ -7,11 +7,11 @@ command.
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import Final
 
 from moe_serve.cli.layouts.holding import Holding, LayoutFormat
+from moe_serve.cli.whole_file import write_whole
 from moe_serve.errors import InvalidArgument
 from placement.adapters import maps, own, sglang, trtllm, vllm
 from placement.eplb import EplbError
@@ -62,18 +62,7 @@ def _with_dense(found: IntArray, layers: tuple[int, ...] | None) -> IntArray:
 def save(file: Path, form: LayoutFormat, content: str | IntArray) -> None:
     """Write the file, whole or not at all. A name that ends in .pt gets tensors, which SGLang
     reads. Raises InvalidArgument."""
-    data = _bytes(file, form, content)
-    draft = file.with_name(f".{file.name}.{os.getpid()}.new")
-    try:
-        try:
-            draft.write_bytes(data)
-            draft.replace(file)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise InvalidArgument(
-            f"{file} cannot be written: {error.strerror or error}; check the path and its rights"
-        ) from error
+    write_whole(file, _bytes(file, form, content), "--file")
 
 
 def _bytes(file: Path, form: LayoutFormat, content: str | IntArray) -> bytes:

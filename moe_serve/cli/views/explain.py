@@ -139,7 +139,10 @@ def explain_plain(answer: pb.ExplainResponse) -> dict[str, Any]:
 def plan_parts(answer: pb.ExplainPlanResponse) -> list[RenderableType]:
     """What a plan was made on, what it moves, what was refused, what became of it."""
     plan = answer.plan
-    parts: list[RenderableType] = [f"Plan {plan.plan_id}: {price_line(plan)}"]
+    # Of an old plan the controller keeps the records alone.
+    kept = bool(plan.moves) or plan.balancedness_before > 0.0
+    price = price_line(plan) if kept else "what it moved is not kept any more"
+    parts: list[RenderableType] = [f"Plan {plan.plan_id}: {price}"]
     if plan.moves:
         parts.append(moves_table(plan.moves, states=True))
     parts += [f"Refused: {reason}" for reason in plan.refused]
@@ -155,7 +158,7 @@ def _measured(answer: pb.ExplainPlanResponse) -> str:
         return f"{value:.3f}" if value > 0 else "not known"
 
     plan = answer.plan
-    predicted = f"{plan.balancedness_before:.3f} -> {plan.balancedness_after:.3f}"
+    predicted = f"{shown(plan.balancedness_before)} -> {shown(plan.balancedness_after)}"
     return (
         f"predicted {predicted}; measured {shown(answer.measured_before)} in the window before it "
         f"began, {shown(answer.measured_after)} in the first whole one after it ended"

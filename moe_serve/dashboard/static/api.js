@@ -5,6 +5,8 @@ import { signal } from "./vendor/signals.js";
 /** {operator, needs_token, offered, csrf}: whether this browser may command, as the server says. */
 export const session = signal(/** @type {any} */ ({ operator: false, needs_token: true, offered: false, csrf: "" }));
 
+/** The longest a server may take: a plan's own deadline is 60 s. */
+const ANSWER_MS = 90_000;
 const WORDS = {
   404: "This server does not know it; update the page's server.",
   429: "Too many tries; wait a little.",
@@ -30,7 +32,7 @@ export async function ask(path, { method = "GET", body } = {}) {
   const headers = /** @type {Record<string, string>} */ (body === undefined ? {} : { "Content-Type": "application/json" });
   if (method !== "GET" && session.peek().csrf) headers["X-CSRF-Token"] = session.peek().csrf;
   try {
-    const answer = await fetch(path, { method, headers, credentials: "same-origin", body: body === undefined ? undefined : JSON.stringify(body) });
+    const answer = await fetch(path, { method, headers, credentials: "same-origin", signal: AbortSignal.timeout(ANSWER_MS), body: body === undefined ? undefined : JSON.stringify(body) });
     const text = await answer.text();
     if (!answer.ok) return { ok: false, data: null, error: faultOf(answer.status, text) };
     return { ok: true, data: text ? JSON.parse(text) : null, error: null };
@@ -45,10 +47,13 @@ export async function askSession() {
   session.value = answer.ok ? { offered: true, csrf: "", ...answer.data } : { operator: false, needs_token: true, offered: false, csrf: "" };
 }
 
+/** Refusals that mean: this browser is no operator any more, or its session is another. */
+const ENDED = new Set(["not_operator", "csrf"]);
+
 /** Give an order. A session that has ended is noticed here. */
 export async function order(/** @type {string} */ name, /** @type {any} */ body) {
   const answer = await ask(`/api/v1/${name}`, { method: "POST", body: body ?? {} });
-  if (!answer.ok && answer.error.status === 401) await askSession();
+  if (!answer.ok && answer.error.status === 403 && ENDED.has(answer.error.code)) await askSession();
   return answer;
 }
 

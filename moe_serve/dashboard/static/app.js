@@ -1,10 +1,10 @@
 // The page: takes events in, draws. Everything it shows comes from /api/v1; it asks for nothing else.
 import { render } from "./vendor/preact.js";
-import { batch, effect } from "./vendor/signals.js";
+import { batch, effect, signal } from "./vendor/signals.js";
 import { ask, askSession } from "./api.js";
 import { Devices } from "./devices.js";
 import { Dialogs } from "./dialogs.js";
-import { ExpertPanel } from "./expert.js";
+import { ExpertPanel, closeExpert } from "./expert.js";
 import { WhyStrip, WhyView } from "./explain.js";
 import { SlowRange, loadOf, readFrame, readPlacement } from "./figures.js";
 import { Banner, Controls, Header } from "./header.js";
@@ -15,11 +15,13 @@ import { PlanView } from "./plan.js";
 import { before, frame, held, html, link, marks, merge, moves, newest, now_ms, placement, points, range, records, status, worth } from "./state.js";
 import { listen } from "./stream.js";
 import { TimelineCard } from "./trends.js";
-import { PHASES, VIEWS, layer, mode, phase, view } from "./url.js";
+import { PHASES, VIEWS, chosen, layer, mode, phase, view } from "./url.js";
 
 const POINTS_MAX = 3600;
 /** Left to a frame to reach the screen before the rest of the page is worked out. */
 const BREATH_MS = 5;
+/** After a fault that passes. */
+const RETRY_MS = 2000;
 const MOVES_KEPT = 400;
 const RECORDS_KEPT = 2000;
 const NAMES = { overview: "Overview", devices: "Devices", timeline: "Timeline", moves: "Moves", plan: "Plan", why: "Why slow?" };
@@ -82,16 +84,26 @@ effect(chooseRange);
 effect(() => { if (!held.value && waiting) { const doc = waiting; waiting = null; takeFrame(doc); } });
 effect(() => { Object.assign(document.documentElement.dataset, { worth: worth.value, window: frame.value?.window ?? "" }); });
 effect(() => { document.title = `${worth.value === "live" ? "" : "▲ "}${placement.value?.model ?? "moe_serve"}${frame.value ? ` · imbalance ${frame.value.imbalance.toFixed(2)}` : ""}`; });
-// The window before the newest plan: asked for while it is compared with.
+// The window before the newest plan: asked for while it is compared with, and again after a fault
+// that passes. That there is none is an answer (404).
+const again = signal(0);
 effect(() => {
   const newest = marks.value.at(-1)?.plan_id ?? "";
-  if (mode.value !== "change" || before.peek()?.plan_id === newest) return;
+  const known = before.peek();
+  if (mode.value !== "change" || (known?.plan_id === newest && again.value === (known.asked ?? again.value))) return;
+  const asked = again.value;
   ask("/api/v1/frame?before_plan=1").then(({ ok, data, error }) => {
-    before.value = ok ? { plan_id: newest, frame: readFrame(data) } : { plan_id: newest, frame: null, why: error.message };
+    if ((marks.peek().at(-1)?.plan_id ?? "") !== newest) return;
+    if (ok) { before.value = { plan_id: newest, frame: readFrame(data) }; return; }
+    const passes = error.status !== 404;
+    before.value = { plan_id: newest, frame: null, why: error.message, asked: passes ? asked : undefined };
+    if (passes) setTimeout(() => { again.value += 1; }, RETRY_MS);
   });
 });
 
 addEventListener("keydown", (event) => {
+  // Here and not at the panel: the key may come before the focus has moved there.
+  if (event.key === "Escape" && chosen.peek() && !(event.target instanceof Element && event.target.closest("dialog"))) { closeExpert(); return; }
   const typing = event.target instanceof Element && event.target.closest("input, select, textarea, dialog");
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "/") {

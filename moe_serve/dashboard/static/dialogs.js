@@ -33,15 +33,16 @@ export function Dialogs() {
   const submit = async (/** @type {Event} */ event) => {
     event.preventDefault();
     const input = /** @type {any} */ (event.target).elements.value;
+    // An order that is sent cannot be called back: until its answer the dialog stays.
     open.value = { ...now, busy: true, error: null };
     const answer = await now.act(input ? input.value : "");
     if (answer.ok) close(answer);
     else open.value = { ...now, busy: false, error: answer.error };
   };
-  return html`<dialog class="ask" ref=${dialog} aria-labelledby="ask-title" onCancel=${(/** @type {Event} */ e) => { e.preventDefault(); close(null); }}>
+  return html`<dialog class="ask" ref=${dialog} aria-labelledby="ask-title" onKeyDown=${(/** @type {KeyboardEvent} */ e) => { if (e.key === "Escape" && now.busy) e.preventDefault(); }} onCancel=${(/** @type {Event} */ e) => { e.preventDefault(); if (!now.busy) close(null); }}>
     <form onSubmit=${submit}><h2 id="ask-title">${now.title}</h2>
       ${now.says.map((/** @type {string} */ line) => html`<p>${line}</p>`)}
       ${now.field && html`<${Field} field=${now.field}/>`}
       <div role="alert">${now.error && html`<p class="fault" data-figure="fault">▲ ${now.error.message} ${now.error.next_step ?? ""}</p>`}</div>
-      <div class="buttons"><button type="button" class="quiet" onClick=${() => close(null)}>Cancel</button><button type="submit" class="act" disabled=${now.busy}>${now.busy ? "…" : now.yes}</button></div></form></dialog>`;
+      <div class="buttons"><button type="button" class="quiet" disabled=${now.busy} onClick=${() => close(null)}>Cancel</button><button type="submit" class="act" disabled=${now.busy}>${now.busy ? "…" : now.yes}</button></div></form></dialog>`;
 }

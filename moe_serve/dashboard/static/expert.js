@@ -66,31 +66,37 @@ function Replicas(/** @type {any} */ { now, mean }) {
     <tbody>${now.replicas.map((/** @type {any} */ r) => html`<tr key=${`${r.rank}/${r.slot}`}><td>rank ${r.rank}</td><td>${r.node}</td><td class="r n">${r.slot}</td><td>${r.state === "LISTED" ? "● listed" : `◌ ${r.state.toLowerCase()}`}</td><td class="r n">${r.state === "LISTED" && mean != null ? fixed(mean / Math.max(1, listed), 2) : "–"}${r.state === "LISTED" && mean != null ? "×" : ""}</td></tr>`)}</tbody></table>`;
 }
 
+/** Where the hand was before the panel took the focus; null while it has not. */
+let origin = /** @type {any} */ (null);
+
+/** Close the panel and give the focus back; where it has not moved yet, it stays. */
+export function closeExpert() {
+  const moved = origin !== null || document.activeElement === document.body;
+  const back = origin?.isConnected ? origin : document.getElementById("map");
+  origin = null;
+  chosen.value = null;
+  if (moved) back?.focus();
+}
+
 export function ExpertPanel() {
   const cell = chosen.value;
   const sheet = useRef(/** @type {any} */ (null));
-  const origin = useRef(/** @type {any} */ (null));
   const asked = cell && frame.value ? `/api/v1/expert?layer=${cell.layer}&expert=${cell.expert}` : "";
   const answer = useAsked(asked, frame.value?.window);
   const key = cell ? `${cell.layer}/${cell.expert}` : "";
   useEffect(() => {
-    if (!key) return;
+    // It may have been closed before this ran.
+    if (!key || !chosen.peek()) return;
     if (!sheet.current.contains(document.activeElement)) {
-      // Where the hand was; it goes back there.
-      origin.current = document.activeElement === document.body ? document.getElementById("map") : document.activeElement;
+      origin = document.activeElement === document.body ? document.getElementById("map") : document.activeElement;
       sheet.current.focus();
     }
   }, [key]);
   if (!cell) return null;
-  const close = () => {
-    chosen.value = null;
-    const back = origin.current?.isConnected ? origin.current : document.getElementById("map");
-    back?.focus();
-  };
   const now = known(cell);
   const mine = answer?.ok ? answer.data.moves : moves.value.filter((m) => m.layer === cell.layer && m.expert === cell.expert).slice(-20);
-  return html`<aside class="sheet" role="dialog" aria-labelledby="expert-name" tabindex="-1" ref=${sheet} onKeyDown=${(/** @type {KeyboardEvent} */ e) => { if (e.key === "Escape") { e.stopPropagation(); close(); } }}>
-    <div class="head"><h2 id="expert-name">Layer ${cell.layer}, expert ${cell.expert} <small>L${cell.layer} E${cell.expert}</small></h2><button type="button" class="quiet" onClick=${close}>Close</button></div>
+  return html`<aside class="sheet" role="dialog" aria-labelledby="expert-name" tabindex="-1" ref=${sheet}>
+    <div class="head"><h2 id="expert-name">Layer ${cell.layer}, expert ${cell.expert} <small>L${cell.layer} E${cell.expert}</small></h2><button type="button" class="quiet" onClick=${closeExpert}>Close</button></div>
     ${!now ? html`<p class="none">${frame.value || placement.value ? "There is no such expert." : "No figures yet."}</p>` : html`
       <${Facts} now=${now}/>
       <h3>Last 15 minutes</h3>

@@ -34,7 +34,7 @@ function Imbalance() {
   const f = frame.value;
   const before = beforePlan.value;
   if (!f) return "–";
-  return html`<b data-figure="imbalance">${f.imbalance.toFixed(2)}</b>${before && html` <small>${before.imbalance.toFixed(2)} before <button type="button" class="link" onClick=${() => showPlan(before.mark.plan_id)}>last plan</button></small>`}`;
+  return html`<b data-figure="imbalance">${f.imbalance.toFixed(2)}</b>${before && html` <small title="Means of up to ten windows">${before.imbalance.toFixed(2)} before, ${before.since == null ? "?" : before.since.toFixed(2)} since <button type="button" class="link" onClick=${() => showPlan(before.mark.plan_id)}>last plan</button></small>`}`;
 }
 
 function Rate() {

@@ -88,7 +88,7 @@ function onKey(/** @type {KeyboardEvent} */ event) {
     chosen.value = cell;
   } else if (factor) zoomBy(factor);
   else if (event.key === "0") zoom.value = null;
-  else if (event.key === "Escape" && at) cursor.value = null;
+  else if (event.key === "Escape" && at && !chosen.value) cursor.value = null;
   else return;
   event.preventDefault();
 }

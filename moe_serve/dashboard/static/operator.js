@@ -62,6 +62,7 @@ async function compute() {
 
 async function drain() {
   const choice = ranks.value.filter((/** @type {any} */ r) => r.state === "up" || r.state === "suspect");
+  if (!choice.length) { said.value = "No rank is up: there is none to drain."; return; }
   const answer = await confirm({
     title: "Drain a rank",
     says: ["Its experts are copied to the other ranks and it takes no more requests. It stays in the service, empty, until it is undrained or removed."],
@@ -74,6 +75,7 @@ async function drain() {
 
 async function undrain() {
   const choice = ranks.value.filter((/** @type {any} */ r) => r.state === "draining");
+  if (!choice.length) { said.value = "No rank is draining: there is none to undrain."; return; }
   const answer = await confirm({
     title: "Undrain a rank",
     says: ["It takes experts and requests again, as plans give them to it."],

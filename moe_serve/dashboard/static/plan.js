@@ -92,7 +92,7 @@ function Sums(/** @type {any} */ { doc }) {
     <div class="figure"><dt>Moves</dt><dd><b>${p.moves.length}</b> <small>${p.state ?? ""}</small></dd></div>
     <div class="figure"><dt>Bytes to copy</dt><dd><b>${mib(copied)}</b> <small>${crossing ? `${mib(crossing)} between nodes` : "none between nodes"}</small></dd></div>
     <div class="figure"><dt>Imbalance, predicted</dt><dd>${arrow(doc.balancedness_before ?? p.balancedness_before, doc.balancedness_after ?? p.balancedness_after)}</dd></div>
-    <div class="figure"><dt>Imbalance, measured</dt><dd>${arrow(doc.measured_before, doc.measured_after)}</dd></div>
+    <div class="figure" title="One window before and one after, in each the traffic of that window; the realised gain prices both layouts on the same counts."><dt>Imbalance, measured</dt><dd>${arrow(doc.measured_before, doc.measured_after)}</dd></div>
     <div class="figure"><dt>Gain, predicted</dt><dd><b>${gain(p.gain_s_per_s)}</b> <small>of a rank's time</small></dd></div>
     <div class="figure"><dt>Gain, realised</dt><dd><b>${gain(doc.realised_gain_s_per_s ?? p.realised_gain_s_per_s ?? p.moves.find((/** @type {any} */ m) => m.realised_gain_s_per_s != null)?.realised_gain_s_per_s)}</b></dd></div>
     <div class="figure"><dt>Cost</dt><dd><b>${brief(p.cost_s)}</b></dd></div></dl>`;

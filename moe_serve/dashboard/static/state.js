@@ -83,6 +83,7 @@ export const worth = computed(() => {
   return age_s.value > s.stale_after_s ? "stale" : "live";
 });
 
+const MEAN_WINDOWS = 10;
 let ringed = /** @type {any[]} */ ([]);
 /**
  * Moves that change something now, and those of the last moments, for the rings on the map. The same
@@ -95,11 +96,19 @@ export const moving = computed(() => {
   return ringed;
 });
 
-/** Imbalance just before the newest plan that the page has seen both sides of. */
+/** Mean imbalance of the newest windows of some: single windows of a second differ by chance. */
+const meanOf = (/** @type {any[]} */ windows) => {
+  const newest = windows.slice(-MEAN_WINDOWS);
+  return newest.reduce((sum, p) => sum + p.imbalance, 0) / newest.length;
+};
+
+/** Imbalance before the newest plan that the page has seen both sides of, and since it began: means of up to MEAN_WINDOWS windows. */
 export const beforePlan = computed(() => {
   for (let i = marks.value.length - 1; i >= 0; i--) {
-    const earlier = points.value.filter((/** @type {any} */ p) => p.wall_s <= marks.value[i].wall_s);
-    if (earlier.length) return { mark: marks.value[i], imbalance: earlier[earlier.length - 1].imbalance };
+    const at = marks.value[i].wall_s;
+    const earlier = points.value.filter((/** @type {any} */ p) => p.wall_s <= at);
+    const since = points.value.filter((/** @type {any} */ p) => p.wall_s > at);
+    if (earlier.length) return { mark: marks.value[i], imbalance: meanOf(earlier), since: since.length ? meanOf(since) : null };
   }
   return null;
 });

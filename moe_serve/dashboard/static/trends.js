@@ -1,4 +1,4 @@
-// The timeline card: imbalance, latency and tokens a second under each other, plans as marks.
+// The timeline card: imbalance, latency and rows a second under each other, plans as marks.
 import { useEffect, useRef } from "./vendor/preact-hooks.js";
 import { effect, signal } from "./vendor/signals.js";
 import { beforePlan, dark, html, marks, points } from "./state.js";
@@ -18,7 +18,8 @@ const CHARTS = [
     series: [{ field: "p50_s", stroke: "--accent", filled: true, line: "solid", word: "p50" }, { field: "p99_s", stroke: "--second", dash: [5, 2], line: "long", word: "p99" }],
   },
   {
-    name: "Tokens/s", clock: true, least: 10, height: 120, tall: 190, say: short,
+    // A row is a token of one layer's call, so a token counts once a layer.
+    name: "Rows/s", clock: true, least: 10, height: 120, tall: 190, say: short,
     series: [{ field: "rows_per_s", stroke: "--accent", filled: true, line: "solid", word: "rows/s" }],
   },
 ];

@@ -665,6 +665,7 @@ class PlanView(_message.Message):
     cost_s: _builtins.float
     gain_s_per_s: _builtins.float
     balancedness_before: _builtins.float
+    """Predicted; 0 = not known, of a plan whose records alone are kept."""
     balancedness_after: _builtins.float
     @_builtins.property
     def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___Move]: ...

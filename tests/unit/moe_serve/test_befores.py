@@ -68,6 +68,14 @@ def test_a_plan_is_kept_once_however_often_it_is_told_of() -> None:
     assert keys(befores, "1-a") == ((0,), (1,))
 
 
+def test_before_a_plan_there_may_have_been_nothing() -> None:
+    befores = Befores()
+    befores.note(run_of("1-a", [[0], [1]]))
+    befores.note(run_of("1-b", [[-1], [-1]]))
+    assert keys(befores, "1-b") == ((), ())
+    assert keys(befores, "1-a") == ((0,), (1,))
+
+
 def test_plans_that_fill_or_clean_up_are_passed_over() -> None:
     befores = Befores()
     for cause in ("initial", "restore", "refill", "cleanup"):

@@ -125,6 +125,12 @@ def test_a_plan_is_explained_with_its_records(rewrite: bool) -> None:
     assert _run(FakeAdmin(), "explain", "plan").exit_code == 0
 
 
+def test_of_a_plan_that_only_records_tell_of_no_figure_is_shown() -> None:
+    shown = _run(FakeAdmin(plan=pb.PlanView(plan_id="2-4")), "explain", "plan", "2-4").stdout
+    assert shown.startswith("Plan 2-4: what it moved is not kept any more\n")
+    assert "Balancedness predicted not known -> not known; measured 0.510 in" in shown
+
+
 def test_a_plan_that_is_not_kept_is_refused_by_name() -> None:
     result = _run(FakeAdmin(), "explain", "plan", "9-9")
     assert result.exit_code == 1

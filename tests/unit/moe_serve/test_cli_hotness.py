@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from moe_serve.cli.hotness import PhaseChoice, hotness_of
+from moe_serve.errors import InvalidArgument
 from moe_serve.rpc import placement_pb2 as pb
 from tests.fakes.admin import make_placement, make_window
 
@@ -55,13 +56,31 @@ def test_ranks_have_rates_of_both_phases_and_busy_seconds_of_one() -> None:
     [
         None,
         pb.GetLoadResponse(),
-        pb.GetLoadResponse(demand=b"\1" * 15, num_phases=2, num_layers=2, num_experts=2),
         make_window(np.ones((2, 3, 2))),
     ],
-    ids=["none", "empty", "torn", "of another model"],
+    ids=["none", "empty", "of another model"],
 )
 def test_a_window_that_does_not_fit_counts_nothing(load: pb.GetLoadResponse | None) -> None:
     hot = hotness_of(load, make_placement(), PhaseChoice.ALL)
     assert hot.pairs.tolist() == [[0, 0], [0, 0]]
     assert not hot.rates.any()
     assert (hot.num_layers, hot.num_experts) == (2, 2)
+
+
+@pytest.mark.parametrize("name", ["demand", "rank_busy", "rank_pairs"])
+@pytest.mark.parametrize("size", [7, 8, 800])
+def test_an_array_of_another_size_is_refused_by_name(name: str, size: int) -> None:
+    load = make_window(DEMAND, np.array([[10, 4], [0, 2]]), np.array([[0.5, 1.0], [0.0, 0.25]]))
+    setattr(load, name, b"\1" * size)
+    with pytest.raises(InvalidArgument, match=f"^{name} of window .* has {size} bytes"):
+        hotness_of(load, make_placement(), PhaseChoice.ALL)
+
+
+def test_a_phase_that_is_not_told_apart_is_refused_by_name() -> None:
+    load = make_window(DEMAND[:1])
+    assert hotness_of(load, make_placement(), PhaseChoice.ALL).pairs.tolist() == [[6, 2], [0, 0]]
+    assert hotness_of(load, make_placement(), PhaseChoice.PREFILL).pairs[0, 0] == 6
+    with pytest.raises(InvalidArgument, match="--phase decode"):
+        hotness_of(load, make_placement(), PhaseChoice.DECODE)
+    nothing = hotness_of(None, make_placement(), PhaseChoice.DECODE)
+    assert not nothing.pairs.any(), "before the first window nothing is known of phases"

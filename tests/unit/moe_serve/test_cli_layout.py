@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from typer.testing import CliRunner, Result
 from moe_serve.cli.app import app
 from moe_serve.cli.layouts import holding_of, parse_layers, read_layout
 from moe_serve.cli.options import Reach
-from moe_serve.errors import FailedPrecondition, InvalidArgument
+from moe_serve.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from moe_serve.rpc import placement_pb2 as pb
 from tests.fakes.admin import FakeAdmin, make_move, make_placement
 
@@ -83,7 +85,7 @@ def test_dry_run_only_shows() -> None:
     admin = _moved()
     result = _run(admin, "rollback", "--dry-run")
     assert (result.exit_code, admin.asked) == (0, [("plan_to", "newest", ())])
-    assert result.stdout.splitlines()[-1] == "Nothing moved. Run: moe-serve rollback 2-3 -y"
+    assert result.stdout.splitlines()[-1] == "Nothing moved. Run: moe-serve rollback 2-3 --yes"
 
 
 def test_automatic_plans_may_be_left_on() -> None:
@@ -113,6 +115,89 @@ def test_where_the_plan_is_refused_automatic_plans_are_as_they_were(paused: bool
     assert names == (
         ["plan_to", "apply_plan"] if paused else ["plan_to", "pause", "apply_plan", "resume"]
     )
+
+
+class _Silent(FakeAdmin):
+    """`what` meets `error`."""
+
+    what = "apply_plan"
+    error: BaseException = Unavailable("the answer was lost")
+
+    def pause(self, reason: str) -> None:
+        super().pause(reason)
+        if self.what == "pause":
+            raise self.error
+
+    def apply_plan(self, plan_id: str, validate_only: bool) -> str:
+        super().apply_plan(plan_id, validate_only)
+        if self.what == "apply_plan":
+            raise self.error
+        return ""
+
+    def steps(self) -> list[pb.StepView]:
+        if self.what == "steps":
+            raise self.error
+        return []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Unavailable("the answer was lost"), DeadlineExceeded("too late"), KeyboardInterrupt()],
+    ids=["unavailable", "deadline", "ctrl-c"],
+)
+@pytest.mark.parametrize("what", ["pause", "apply_plan", "steps"])
+def test_where_it_is_not_known_what_came_of_it_the_pause_is_told(
+    what: str, error: BaseException
+) -> None:
+    moves = [make_move(n, pb.MOVE_KIND_REPLICATE, plan_id="2-4") for n in range(3)]
+    moves = [m for m in moves if setattr(m, "state", pb.MOVE_STATE_DONE) is None]
+    admin = _Silent(placements=[make_placement(moves=moves)])
+    admin.what, admin.error = what, error
+    result = _run(admin, "rollback", "-y")
+    assert result.exit_code in (1, 3, 130)
+    assert ("may be paused" if what == "pause" else "are paused") in result.stderr
+    assert "`moe-serve resume`" in result.stderr
+    assert ("not known" in result.stderr) == (what != "pause")
+    assert "resume" not in [name for name, *_ in admin.asked], "it may be running"
+
+
+def test_what_was_paused_before_or_is_left_on_is_not_told_as_ours() -> None:
+    for paused, args in ((True, ()), (False, ("--keep-automatic",))):
+        result = _run(_Silent(paused=paused), "rollback", "-y", *args)
+        assert result.exit_code == 3
+        assert "paused" not in result.stderr
+        assert "not known" in result.stderr
+
+
+def test_a_pause_that_cannot_be_ended_is_told() -> None:
+    class Gone(_Changed):
+        def resume(self) -> None:
+            raise Unavailable("it ended")
+
+    result = _run(Gone(), "rollback", "-y")
+    assert result.exit_code == 3
+    assert "automatic plans are paused; `moe-serve resume`" in result.stderr
+
+
+def test_the_command_to_run_is_whole_and_can_be_pasted(tmp_path: Path) -> None:
+    file = tmp_path / "a file's name.json"
+    file.write_text(_export(), encoding="utf-8")
+    roots = tmp_path / "ca.pem"
+    given = ["--tls-ca", str(roots), "import", str(file), "--format", "moe-serve"]
+    given += ["--keep-automatic", "--wait", "9", "--address", "127.0.0.1:4000"]
+    result = _run(_moved(), *given, "--dry-run", "-o", "table")
+    assert result.exit_code == 0, result.stderr
+    _, _, said = result.stdout.splitlines()[-1].partition("Run: ")
+    program, *words = shlex.split(said)
+    assert program == "moe-serve"
+    assert words[:4] == ["--tls-ca", str(roots), "import", str(file)]
+    assert set(words[4:]) == {
+        "--format", "moe-serve", "--keep-automatic", "--wait", "9.0",
+        "--address", "127.0.0.1:4000", "--yes",
+    }  # fmt: skip
+    admin = _moved()
+    assert _run(admin, *words).exit_code == 0
+    assert "apply_plan" in [name for name, *_ in admin.asked]
 
 
 def test_rollback_to_a_plan_that_is_not_known_names_those_that_are() -> None:
@@ -287,6 +372,37 @@ def test_export_to_a_file_is_whole_or_not_at_all(tmp_path: Path) -> None:
     assert "cannot be written" in nowhere.stderr
 
 
+@pytest.mark.parametrize("name", ["a fifo", "a folder", "links in a circle"])
+def test_export_replaces_no_device_and_nothing_else_that_is_no_file(
+    tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "there"  # never a device of this machine: a fault would replace it
+    if name == "a fifo":
+        os.mkfifo(file)
+    elif name == "a folder":
+        file.mkdir()
+    elif name == "links in a circle":
+        file.symlink_to(file)
+    before = os.lstat(file)
+    result = _run(FakeAdmin(), "export", "-f", str(file))
+    assert result.exit_code == 2
+    assert f"--file {file} cannot be written" in result.stderr
+    after = os.lstat(file)
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+
+
+def test_export_through_a_link_writes_what_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    file, link = tmp_path / "real" / "file.json", tmp_path / "link"
+    link.symlink_to(file)
+    for _ in ("there is none yet", "there is one"):
+        assert _run(FakeAdmin(), "export", "-f", str(link)).exit_code == 0
+        assert link.is_symlink()
+        assert file.read_text(encoding="utf-8") == _export()
+        file.write_text("older", encoding="utf-8")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file.json", "link", "real"]
+
+
 def test_tensors_are_for_sglang_alone(tmp_path: Path) -> None:
     result = _run(FakeAdmin(), "export", "--format", "vllm", "-f", str(tmp_path / "x.pt"))
     assert result.exit_code == 2
@@ -334,7 +450,7 @@ def test_import_dry_run_only_looks(tmp_path: Path) -> None:
     admin = _moved()
     result = _run(admin, "import", str(file), "--dry-run")
     assert [name for name, *_ in admin.asked] == ["plan_to"]
-    assert result.stdout.splitlines()[-1] == f"Nothing moved. Run: moe-serve import {file} -y"
+    assert result.stdout.splitlines()[-1] == f"Nothing moved. Run: moe-serve import {file} --yes"
 
 
 def _import(tmp_path: Path, content: Any, *args: str) -> tuple[FakeAdmin, Result]:

@@ -57,6 +57,7 @@ def test_all_faults_come_at_once_with_their_places() -> None:
         (b"rebalance: {floor: 0}\n", "rebalance.floor"),
         (b"limits: {max_message_bytes: lots}\n", "64MiB"),
         (b"ports: {grpc: 70000}\n", "ports.grpc"),
+        (b"metrics: {per_expert: true}\n", "told at ports.metrics alone"),
     ],
 )
 def test_one_fault_names_its_field(change: bytes, word: str) -> None:

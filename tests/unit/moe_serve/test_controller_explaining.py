@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from moe_serve.controller.book import Book
-from moe_serve.controller.explaining import evidence_of
+from moe_serve.controller.explaining import evidence_of, explain_plan_view
 from moe_serve.controller.parts import PartTable
 from moe_serve.controller.recent import Recent
 from moe_serve.controller.settings import ControllerSettings, ExpectedRank
 from moe_serve.controller.stages import GRAIN_S, StageFolder
 from moe_serve.controller.views import Sight
+from moe_serve.rpc import placement_pb2 as pb
 from placement.config import RebalanceConfig
 from placement.load import LoadWindow
 from placement.messages import events as ev
@@ -23,7 +24,7 @@ from placement.messages.records import DecisionRecord
 from tests.builders import PROFILE, make_demand, make_spec, make_window
 from tests.engine_driver import EngineDriver, two_ranks
 from tests.explain_world import World
-from tests.unit.moe_serve.test_controller_recent import change, shard
+from tests.unit.moe_serve.test_controller_recent import change, shard, tell
 
 SPEC = make_spec()
 WINDOW_S = 2.0
@@ -142,11 +143,8 @@ def test_spare_slots_are_those_beyond_what_each_expert_needs(sight: Sight) -> No
     floor = replace(
         sight, settings=replace(sight.settings, config=RebalanceConfig(window_s=2.0, floor=2))
     )
-    assert evidence_of(floor, 0.0).spare_slots == (-2 if two_domains(sight) else 2)
-
-
-def two_domains(sight: Sight) -> bool:
-    return len({rank.failure_domain for rank in sight.state.ranks}) > 1
+    assert len({rank.failure_domain for rank in sight.state.ranks}) == 2
+    assert evidence_of(floor, 0.0).spare_slots == -2
 
 
 def record(seq: int, rule: str, at_s: float, **fields: object) -> DecisionRecord:
@@ -162,10 +160,33 @@ def test_refusals_for_want_of_memory_count_while_they_are_new(sight: Sight) -> N
             record(1, "regret_reached", 5.0, refused=(staging, "gain_below_band: too little")),
         )
     )
-    assert evidence_of(sight, 0.0).wanted_memory == ("9 slots leave the ranks short", staging)
+    assert evidence_of(sight, 0.0).wanted_memory == (staging,), "a refused budget is no want"
     assert evidence_of(sight, 1.0).wanted_memory == ()
     sight.book.add((record(2, "in_balance", 8.0, refused=("plan: no slot is wanted",)),))
-    assert evidence_of(sight, 0.0).wanted_memory == ("9 slots leave the ranks short",)
+    assert evidence_of(sight, 0.0).wanted_memory == ()
+
+
+def test_batches_without_memory_count_in_the_span_alone(sight: Sight, driver: EngineDriver) -> None:
+    (part, _) = sight.parts.shards.values()
+    tell(part, memory_errors=5.0)
+    sight.recent.window_closed(window(4), driver.engine.state)
+    sight.recent.window_closed(window(5), driver.engine.state)
+    tell(part, memory_errors=7.0)
+    later = replace(sight, now_s=12.5)
+
+    def errors(seconds: float) -> list[int]:
+        return [rank.memory_errors for rank in evidence_of(later, seconds).ranks]
+
+    assert errors(0.0) == [7, 0]
+    assert errors(2.0) == [2, 0]
+
+
+@pytest.mark.asyncio
+async def test_of_a_plan_known_by_its_records_no_figure_is_made_up(sight: Sight) -> None:
+    sight.book.add((record(0, "plan_done", 3.0, plan_id="1-7"),))
+    plan = (await explain_plan_view(sight, pb.ExplainPlanRequest(plan_id="1-7"))).plan
+    assert (plan.plan_id, list(plan.moves)) == ("1-7", [])
+    assert (plan.balancedness_before, plan.balancedness_after) == (0.0, 0.0)
 
 
 def test_a_profile_that_is_not_declared_any_more_is_any(sight: Sight) -> None:

@@ -70,7 +70,9 @@ def test_a_sample_holds_what_is_new_of_each_part_and_keeps_ten_windows() -> None
     recent = Recent(parts, SPEC)
     part = shard(parts, 0, batches=5.0, memory_errors=1.0)
     router(parts, failed=2.0, rejected=3.0)
-    assert recent.sample(state).batches == {0: 5}
+    first = recent.sample(state)
+    assert (first.batches, first.memory_errors) == ({0: 0}, {0: 0}), "it may have run for hours"
+    assert (first.failed, first.refused) == (0, 0)
     recent.window_closed(window(), state)
     assert recent.sample(state).batches == {0: 0}
     tell(part, batches=12.0, memory_errors=1.0)
@@ -84,6 +86,25 @@ def test_a_sample_holds_what_is_new_of_each_part_and_keeps_ten_windows() -> None
     for index in range(WINDOWS_KEPT + 3):
         recent.window_closed(window(index), state)
     assert [w.index for w, _ in recent.windows] == list(range(3, WINDOWS_KEPT + 3))
+
+
+def test_an_adopted_part_that_speaks_late_says_nothing_new_with_its_first_word() -> None:
+    parts, state = PartTable(), two_ranks().engine.state
+    recent = Recent(parts, SPEC)
+    part = shard(parts, 0)
+    router(parts)
+    part.report = parts.routers["router-0"].report = None
+    recent.window_closed(window(), state)
+    tell(part, batches=500.0, memory_errors=9.0)
+    router(parts, failed=70.0, rejected=80.0)
+    found = recent.sample(state)
+    assert (found.batches, found.memory_errors) == ({0: 0}, {0: 0})
+    assert (found.failed, found.refused) == (0, 0)
+    recent.window_closed(window(1), state)
+    tell(part, batches=501.0, memory_errors=9.0)
+    router(parts, failed=72.0, rejected=80.0)
+    found = recent.sample(state)
+    assert (found.batches, found.failed, found.refused) == ({0: 1}, 2, 0)
 
 
 def test_a_shard_is_cold_until_some_windows_after_it_joined() -> None:

@@ -43,6 +43,34 @@ def test_records_are_bounded_and_cut_by_number() -> None:
     assert kept.records_after(kept.last_record + 5) == []
 
 
+def test_a_reconnect_brings_back_nothing_that_was_forgotten_for_want_of_room() -> None:
+    kept = History()
+    told = [record(seq) for seq in range(1, 2 * history.RECORDS_MAX + 1)]
+    for one in told:
+        assert kept.add_record(one)
+    # The controller keeps more than the page, and tells all of it to each connection.
+    assert [one.seq for one in told if kept.add_record(one)] == []
+    assert kept.last_record == len(told)
+    assert kept.add_record(record(len(told) + 1)), "what is new is new"
+
+
+def test_with_full_memory_a_controller_that_counts_anew_is_heard() -> None:
+    kept = History()
+    for seq in range(1, history.RECORDS_MAX + 11):
+        kept.add_record(record(seq))
+    # It lost its journal: its numbers begin at 1, its dates go on.
+    assert kept.add_record(record(1, wall_time_s=90_000.0))
+    assert kept.add_record(record(2, wall_time_s=90_001.0))
+    assert not kept.add_record(record(1, wall_time_s=90_000.0))
+
+
+def test_with_full_memory_a_clock_that_was_set_back_hides_no_decision() -> None:
+    kept = History()
+    for seq in range(1, history.RECORDS_MAX + 11):
+        kept.add_record(record(seq))
+    assert kept.add_record(record(history.RECORDS_MAX + 11, wall_time_s=5.0))
+
+
 def test_only_the_start_of_a_plan_is_a_mark() -> None:
     kept = History()
     kept.add_record(record(1, outcome="kept", rule="in_balance"))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,9 +24,8 @@ PLANTED: dict[str, dict[str, Any]] = {
     "copy": {"copies": {6: [(0, 2)], 7: [(0, 2)]}, "copying": 3.0},
     "overload": {"queue_s": 20e-3, "waiting": 40},
     "cold_start": {"cold": {5: [3], 6: [3], 7: [3]}, "cold_other_s": 20e-3},
-    "memory": {"memory_errors": {0: 12}, "slow": {}},
 }
-"""Cause -> how a world has it, each the only one. (Memory comes with what it slows.)"""
+"""Cause -> how a world has it, each the only one. Memory comes with what it slows."""
 
 
 def kinds(evidence: Evidence) -> list[str]:
@@ -230,6 +230,75 @@ def test_failed_requests_while_a_rank_is_away_are_a_cold_start() -> None:
     assert kinds(World(cold={7: [3]}, failed=100).evidence()) == ["cold_start"]
 
 
+def test_requests_that_fail_as_often_while_no_rank_is_cold_are_no_cold_start() -> None:
+    def failing(evidence: Evidence, each: int, **changes: Any) -> Evidence:
+        slices = tuple(replace(s, failed=each, **changes) for s in evidence.slices)
+        return replace(evidence, slices=slices)
+
+    cold = World(cold={6: [3], 7: [3]}, open_requests=0).evidence()
+    assert kinds(failing(cold, 60)) == []
+    assert kinds(replace(failing(cold, 60), silent=frozenset({3}))) == ["cold_start"]
+    assert kinds(failing(cold, 60, missing=1)) == ["cold_start"], "some have no replica"
+    worse = replace(cold, slices=(*cold.slices[:6], *failing(cold, 90).slices[6:]))
+    (cause,) = explain(worse).causes
+    assert cause.evidence["requests_failed"] == 180.0
+    always = World(cold={n: [3] for n in range(8)}).evidence()
+    assert kinds(failing(always, 60)) == [], "nothing to compare with"
+
+
+def test_the_rest_of_requests_counts_beside_what_it_is_without_a_cold_rank() -> None:
+    young = World(cold={n: [3] for n in range(8)}, cold_other_s=20e-3)
+    assert kinds(young.evidence()) == [], "a router that is always behind is not known to be else"
+    assert kinds(replace(young, cold={n: [3] for n in range(1, 8)}).evidence()) == ["cold_start"]
+
+
+def test_the_cold_rank_that_costs_most_is_named_and_rather_one_that_still_is() -> None:
+    cold = {5: [1, 2, 3], 6: [1, 2, 3], 7: [1, 2, 3]}
+    both = World(cold=cold, cold_other_s=20e-3, slow={2: 1.5})
+    assert only(both).rank == 1, "none of them takes longer than others would"
+    young = frozenset({1, 2})
+    times = World(slow={2: 4.0}, cold={n: list(young) for n in range(8)})
+    assert only(times).rank == 2
+    over = times.evidence()
+    newest = replace(over.slices[-1], cold=frozenset({1}))
+    found = explain(replace(over, slices=(*over.slices[:-1], newest)))
+    assert [c.rank for c in found.causes if c.kind is Kind.COLD_START] == [1]
+
+
+def test_ranks_that_do_not_tell_all_of_their_waiting_are_not_faster_for_it() -> None:
+    """Shards of a release before say nothing of a part of it, which is then on the way there."""
+
+    def of_before(world: World, *ranks: int) -> Evidence:
+        made = world.evidence()
+        slices = []
+        for one in made.slices:
+            wait_s, wire_s = one.stages.wait_s.copy(), one.stages.wire_s.copy()
+            wire_s[list(ranks)] += wait_s[list(ranks)]
+            wait_s[list(ranks)] = 0.0
+            slices.append(replace(one, stages=replace(one.stages, wait_s=wait_s, wire_s=wire_s)))
+        return replace(made, slices=tuple(slices))
+
+    young = World(wait_share=3.0, cold={n: [3] for n in range(8)})
+    assert kinds(young.evidence()) == []
+    assert kinds(of_before(young, 0, 1, 2)) == [], "rank 3 tells of it, and takes as long"
+    slow = replace(young, slow={3: 4.0})
+    assert kinds(of_before(slow, 0, 1, 2)) == kinds(slow.evidence()) == ["cold_start"]
+    pressed = World(wait_share=3.0, memory_errors={3: 9})
+    assert kinds(of_before(pressed, 0, 1, 2)) == []
+    copied = World(wait_share=3.0, copies={n: [(-1, 3)] for n in range(8)})
+    assert kinds(of_before(copied, 0, 1, 2)) == []
+
+
+def test_the_only_rank_of_its_profile_is_told_from_its_profile() -> None:
+    made = World(slow={1: 4.0}).evidence()
+    other = replace(made.ranks[1], profile=msgspec.structs.replace(made.ranks[1].profile, name="o"))
+    ranks = (made.ranks[0], other, *made.ranks[2:])
+    (cause,) = explain(replace(made, ranks=ranks)).causes
+    assert (cause.kind, cause.rank, cause.evidence["ranks_alike"]) == (Kind.SLOW_RANK, 1, 1.0)
+    assert "as its profile says" in sentence(cause)
+    assert "others of its profile" in sentence(only(World(slow={1: 4.0})))
+
+
 def test_refused_requests_are_overload() -> None:
     assert kinds(World(refused=400).evidence()) == ["overload"]
 
@@ -243,7 +312,7 @@ def test_skew_that_no_slot_can_take_is_memory_too() -> None:
     full = World(hot={(0, 3): 8.0, (1, 3): 8.0}, spare_slots=0)
     assert kinds(full.evidence()) == ["hot_expert", "memory"]
     refused = replace(full, spare_slots=8, wanted_memory=("rank 1 would end with 0 empty slots",))
-    assert kinds(refused.evidence()) == ["hot_expert", "memory"]
+    assert kinds(refused.evidence()) == ["hot_expert"], "there are slots, whatever one was refused"
     assert kinds(World(spare_slots=0).evidence()) == []
 
 

@@ -18,6 +18,7 @@ OVER = {
     "refused_requests": 0.0,
 }
 COLD = {"experts_missing": 0.0, "ranks_silent": 0.0, "ranks_cold": 1.0}
+SLOW = {"times_slower": 2.5, "ranks": 1.0, "ranks_alike": 3.0}
 MEMORY = {"spare_slots": 0.0, "memory_errors": 0.0}
 
 
@@ -39,8 +40,13 @@ MEMORY = {"spare_slots": 0.0, "memory_errors": 0.0}
             "rank 1 has 1.5 x its even share of layer 4",
         ),
         (
-            Cause(Kind.SLOW_RANK, 0.3, {"times_slower": 2.5, "ranks": 2.0}, rank=3),
-            "rank 3 is slow (and 1 more): it takes 2.5 x as long",
+            Cause(Kind.SLOW_RANK, 0.3, SLOW | {"ranks": 2.0}, rank=3),
+            "rank 3 is slow (and 1 more): it takes 2.5 x as long to compute a pair as others of "
+            "its profile;",
+        ),
+        (
+            Cause(Kind.SLOW_RANK, 0.3, SLOW | {"ranks_alike": 1.0}, rank=3),
+            "2.5 x as long to compute a pair as its profile says, compared with the other ranks;",
         ),
         (
             Cause(
@@ -70,7 +76,6 @@ MEMORY = {"spare_slots": 0.0, "memory_errors": 0.0}
             "rank 1 does not answer, and requests wait for it",
         ),
         (Cause(Kind.MEMORY, 0.5, MEMORY), "no slot is free beyond what each expert needs"),
-        (Cause(Kind.MEMORY, 0.5, MEMORY | {"spare_slots": 3.0}), "3 slots are free beyond"),
         (
             Cause(Kind.MEMORY, 0.5, MEMORY | {"memory_errors": 4.0}, rank=2),
             "rank 2 had too little memory for 4 batches",

@@ -76,7 +76,7 @@ class Told:
             self.spec,
             self.parts,
             log=make_logger(io.StringIO()),
-            metrics=Metrics(self.sink, per_expert=bool(more.pop("per_expert", False))),
+            metrics=Metrics(self.sink, per_expert=more.pop("per_expert", None)),
             **more,
         )
         self.engine = RebalanceEngine(
@@ -214,10 +214,12 @@ def test_the_hottest_expert_has_a_share_and_single_experts_only_where_asked_for(
     told.close()
     assert told.value("layer_hottest_expert_share_ratio", "0") == 1.0
     assert not [name for name, _ in told.sink.values if name == PREFIX + "expert_pairs_total"]
-    told = Told(per_expert=True)
+    plain = MemorySink()
+    told = Told(per_expert=plain)
     told.close()
-    assert told.value("expert_pairs_total", "0", "1") == 8.0
-    assert not told.told("expert_pairs_total", "0", "0"), "nobody asked for it"
+    told.close()
+    assert plain.values == {(PREFIX + "expert_pairs_total", ("0", "1")): 16.0}
+    assert not [name for name, _ in told.sink.values if name == PREFIX + "expert_pairs_total"]
 
 
 def test_balance_is_of_windows_with_load() -> None:
@@ -391,6 +393,28 @@ def test_the_controller_tells_of_routers_what_is_new() -> None:
     Told().figures.router_told(router_report("router-0", 1, 1.0))  # who tells itself is left alone
 
 
+def test_gauges_of_a_router_that_is_gone_are_forgotten() -> None:
+    sink = MemorySink()
+    told = Told(routers=RoutersFigures(Metrics(sink)))
+    for name in ("router-0", "router-1"):
+        told.parts.routers[name] = None  # type: ignore[assignment]
+        told.figures.router_told(router_report(name, 1, 100.0))
+    told.close()
+
+    def gauges(router: str) -> set[str]:
+        names = {name for name, labels in sink.values if labels[:1] == (router,)}
+        return {name.removeprefix(PREFIX) for name in names if not name.endswith("_total")}
+
+    every = {"requests_in_flight", "requests_waiting", "loop_lag_seconds", "request_seconds"}
+    assert gauges("router-0") == gauges("router-1") == every
+    del told.parts.routers["router-1"]
+    told.close()
+    assert (gauges("router-0"), gauges("router-1")) == (every, set())
+    told.figures.router_told(router_report("router-1", 2, 30.0))
+    assert gauges("router-1") == every
+    assert sink.values[PREFIX + "rows_total", ("router-1",)] == 30.0, "a known one's next life"
+
+
 # --------------------------------------------------------------- everything, in a service's size
 
 
@@ -437,6 +461,7 @@ def test_all_that_a_large_service_can_tell_is_below_the_limit() -> None:
             )
         )
     for number in range(size.routers):
+        parts.routers[f"router-{number}"] = None  # type: ignore[assignment]
         figures.router_told(router_report(f"router-{number}", 1, 5.0))
     window = make_window(spec, make_demand(spec, base=8.0), num_ranks=size.ranks)
     window = LoadWindow(

@@ -14,10 +14,17 @@ from typer.testing import CliRunner
 
 from docs.make_monitoring import FILES, FOLDER, TARGET
 from moe_serve.cli.app import app
+from moe_serve.errors import ResourceExhausted
+from moe_serve.ports import RouterReport
+from moe_serve.router.permits import Permits
+from moe_serve.router.pulse import Pulse
+from moe_serve.telemetry import MemorySink, Metrics
 from moe_serve.telemetry.alerts import ALERTS, RUNBOOKS, expression, rules
 from moe_serve.telemetry.grafana import COLUMNS, dashboard, queries
 from moe_serve.telemetry.registry import METRICS
+from moe_serve.telemetry.router_figures import RouterFigures
 from moe_serve.telemetry.spec import Scale
+from placement.roles.admission import Admission
 from tests.promql import grouping, selectors
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,6 +68,30 @@ def test_every_alert_has_a_page_and_every_page_an_alert() -> None:
         assert f"it must hold for {alert.after}" in lines[2]
         assert [line for line in lines if line.startswith("## ")] == HEADS
         assert "`moe-serve " in text
+
+
+@pytest.mark.asyncio
+async def test_requests_are_refused_for_want_of_permits_and_not_for_their_form() -> None:
+    """What a router counts, what is told of it, and the series that the alert adds up."""
+    admission = Admission(permits_max=1, rows_max=8, queue_max=0)
+    permits, pulse, sink = Permits(admission, lambda: 0.0), Pulse(lambda: 0.0), MemorySink()
+    figures = RouterFigures(Metrics(sink), "router-0")
+    (alert,) = (alert for alert in ALERTS if alert.name == "RequestsRefused")
+    (selector,) = selectors(expression(alert.expr))
+    ((label, _, outcome),) = selector.matchers
+    assert label == "outcome"
+
+    def seen() -> float:
+        report = RouterReport("router-0", 1, 0, 0, (), (), pulse.counters() | permits.counters())
+        figures.tell(report)
+        return sink.values[selector.spec.name, ("router-0", outcome)]
+
+    pulse.add("refused_requests")  # malformed: a caller's fault
+    await permits.take(1, 10.0)
+    assert seen() == 0.0
+    with pytest.raises(ResourceExhausted):
+        await permits.take(1, 10.0)
+    assert seen() == 1.0
 
 
 def test_alerts_are_complete() -> None:
@@ -178,7 +209,7 @@ FIRING: dict[str, dict[str, str]] = {
         'requests_total{router="r",outcome="served"}': "0+60x90",
         'requests_total{router="r",outcome="failed"}': "0+2x90",
     },
-    "RequestsRefused": {'requests_total{router="r",outcome="refused"}': "0+2x90"},
+    "RequestsRefused": {'requests_total{router="r",outcome="rejected"}': "0+2x90"},
     "RankSilent": {'rank_report_age_seconds{rank="3"}': "7+0x90", "window_seconds": "2+0x90"},
     "RankBehind": {'rank_backlog_seconds{rank="3"}': "1.5+0x90"},
     "Imbalanced": {"balancedness_ratio": "0.5+0x90", "moves_under_way": "0+0x90"},
@@ -212,7 +243,10 @@ QUIET: dict[str, dict[str, str]] = {
         'requests_total{router="r",outcome="served"}': "0+600x90",
         'requests_total{router="r",outcome="failed"}': "0+2x90",
     },
-    "RequestsRefused": {'requests_total{router="r",outcome="refused"}': "7+0x90"},
+    "RequestsRefused": {
+        'requests_total{router="r",outcome="rejected"}': "7+0x90",
+        'requests_total{router="r",outcome="refused"}': "0+2x90",
+    },
     "RankSilent": {'rank_report_age_seconds{rank="3"}': "5+0x90", "window_seconds": "2+0x90"},
     "RankBehind": {'rank_backlog_seconds{rank="3"}': "0.5+0x90"},
     "Imbalanced": {"balancedness_ratio": "0.5+0x90", "moves_under_way": "3+0x90"},

@@ -227,7 +227,10 @@ def test_a_rank_that_is_being_emptied_is_named():
 
 def test_a_rank_without_a_shard_is_named():
     said = refused(((0, 1), (2,)), topology=topology_where(alive=False))
-    assert "rank 1 has no shard, and 1 expert is wanted on it: wait until it has joined" in said
+    assert (
+        "rank 1 has no shard, and 1 expert is wanted on it: wait until it has joined, or give them "
+        "to other ranks where it has left the service"
+    ) in said
 
 
 def test_a_rank_that_holds_nothing_may_be_away():
