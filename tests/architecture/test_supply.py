@@ -124,7 +124,10 @@ def test_the_container_writes_to_its_state_and_to_tmp_only() -> None:
 
 def test_the_container_starts_a_service_that_comes_back_and_ends_when_told() -> None:
     (entry,), (command,) = of("ENTRYPOINT"), of("CMD")
-    assert json.loads(entry) == ["moe-serve"], "no shell between the signal and the program"
+    shell, option, script, name = json.loads(entry)
+    assert (shell, option, name) == ("/bin/sh", "-c", "moe-serve")
+    # `exec`: no shell between the signal and the program.
+    assert script.endswith('&& exec moe-serve "$@"')
     assert json.loads(command)[:2] == ["up", "--keep"]
     assert of("STOPSIGNAL") == ["SIGTERM"]
 
