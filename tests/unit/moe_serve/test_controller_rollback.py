@@ -12,12 +12,19 @@ from moe_serve.controller.admin_plans import goal_of
 from moe_serve.controller.befores import NEWEST
 from moe_serve.errors import InvalidArgument, NotFound
 from moe_serve.rpc import placement_pb2 as pb
-from placement.messages.effects import Answer
+from placement.messages.effects import Answer, CopyExpert
 from placement.messages.events import ApplyAsked, PauseAsked, PlanAsked
 from tests.fakes.controller import Rig, controller, make_cluster, make_settings, until
+from tests.fakes.fleet import FakeCluster
 
 Rows = tuple[tuple[int, ...], ...]
 HOT = {0: 400, 1: 10, 2: 10, 3: 10}
+
+
+def copies_ordered(cluster: FakeCluster) -> int:
+    """Commands to copy that shards were given so far."""
+    given = [c for part in cluster.parts.values() for c in getattr(part, "executed", ())]
+    return sum(isinstance(command, CopyExpert) for command in given)
 
 
 def held(rig: Rig) -> Rows:
@@ -84,13 +91,15 @@ async def test_so_is_what_was_there_before_a_plan_that_ran_when_the_controller_e
         await rig.ready()
         before = held(rig)
         cluster.copy_s = 60.0
+        copies = copies_ordered(cluster)
         if applied:
             await ask(rig, PauseAsked, reason="a test")
             shown = await ask(rig, PlanAsked, target=((0, 1), (0, 1, 2), (0, 2, 3)))
             await ask(rig, ApplyAsked, plan_id=shown.plan_id)
         else:
             cluster.demand = HOT
-        await until(lambda: rig.state.run is not None and bool(rig.state.copying))
+        # A copy is ordered once its plan is on disk, not before.
+        await until(lambda: copies_ordered(cluster) > copies)
         plan_id = rig.state.run.plan_id
     cluster.copy_s = 0.0
     async with controller(make_settings(tmp_path), cluster) as rig:
