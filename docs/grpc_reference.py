@@ -21,6 +21,8 @@ from google.protobuf.descriptor_pb2 import (
 )
 from grpc_tools import protoc
 
+from docs.tables import cell
+
 PROTOS = Path(__file__).resolve().parents[1] / "protos"
 Trail = tuple[int, ...]
 # Field numbers inside descriptor messages, which make up the paths of comments.
@@ -85,7 +87,7 @@ def _service(
     for number, method in enumerate(service.method):
         asks = ("stream of " if method.client_streaming else "") + _link(method.input_type)
         gives = ("stream of " if method.server_streaming else "") + _link(method.output_type)
-        text = _cell(said.get((*path, _MEMBER, number), ""))
+        text = cell(said.get((*path, _MEMBER, number), ""))
         yield f"| `{method.name}` | {asks} | {gives} | {text} |"
     yield ""
 
@@ -101,7 +103,7 @@ def _message(message: DescriptorProto, path: Trail, said: dict[Trail, str]) -> I
     maps = {one.name: one for one in message.nested_type if one.options.map_entry}
     yield from ("| Field | Type | Meaning |", "|---|---|---|")
     for number, field in enumerate(message.field):
-        text = _cell(said.get((*path, _MEMBER, number), "")) or "as its name says"
+        text = cell(said.get((*path, _MEMBER, number), "")) or "as its name says"
         yield f"| `{field.name}` = {field.number} | {_type(field, maps)} | {text} |"
     yield ""
 
@@ -130,7 +132,3 @@ def _type(field: FieldDescriptorProto, maps: dict[str, DescriptorProto]) -> str:
 def _link(type_name: str) -> str:
     last = type_name.rpartition(".")[2]
     return f"`{last}`"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")

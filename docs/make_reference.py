@@ -26,6 +26,7 @@ from typer.models import ArgumentInfo, ParameterInfo
 from docs.grpc_reference import grpc_page
 from docs.http_reference import http_page
 from docs.metrics_reference import metrics_page
+from docs.tables import cell
 from moe_serve.cli.app import app
 from moe_serve.cli.exits import MEANINGS
 from moe_serve.config import schema
@@ -53,11 +54,6 @@ def _attribute_docs(kind: type) -> dict[str, str]:
             ):
                 docs[name] = " ".join(text.split())
     return docs
-
-
-def _cell(text: str) -> str:
-    """Text on one line that does not break a table."""
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _inner(annotation: Any) -> Any:
@@ -200,8 +196,8 @@ def config_page() -> str:
         lines += ["| Field | Type and limits | Default | Meaning |", "|---|---|---|---|"]
         for name, info in section.model_fields.items():
             kind = ", ".join(text for text in (_type_words(info), _limits(info)) if text)
-            meaning = _cell(info.description or core.get(name) or _meaning(name, info))
-            lines.append(f"| `{name}` | {_cell(kind)} | {_default(info)} | {meaning} |")
+            meaning = cell(info.description or core.get(name) or _meaning(name, info))
+            lines.append(f"| `{name}` | {cell(kind)} | {_default(info)} | {meaning} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -212,7 +208,7 @@ def _options(callback: Callable[..., Any]) -> Iterator[str]:
     for name, parameter in inspect.signature(callback).parameters.items():
         for info in getattr(hints[name], "__metadata__", ()):
             kind = _inner(get_args(hints[name])[0])
-            yield f"| {_cell(_spelled(name, kind, info))} | {_cell(_about(info, parameter))} |"
+            yield f"| {cell(_spelled(name, kind, info))} | {cell(_about(info, parameter))} |"
 
 
 def _spelled(name: str, kind: type, info: ParameterInfo) -> str:

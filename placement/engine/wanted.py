@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from placement.engine.floor import domain_spread
 from placement.layout import ABSENT, EMPTY, ExpertLayout
 from placement.policy.base import PolicyError, PolicyInput
 
@@ -143,11 +144,7 @@ def _layout(target: Keys, request: PolicyInput) -> ExpertLayout:
 
 
 def _floor(layout: ExpertLayout, request: PolicyInput) -> tuple[int, tuple[str, ...]]:
-    names = sorted({rank.failure_domain for rank in request.topology.ranks})
-    domain = [names.index(rank.failure_domain) for rank in request.topology.ranks]
-    member = np.zeros((layout.num_ranks, len(names)), dtype=np.int32)
-    member[np.arange(layout.num_ranks), domain] = 1
-    spread = ((layout.hosts > 0).astype(np.int32) @ member > 0).sum(axis=1)
+    spread = domain_spread(layout, request.topology)
     low = np.flatnonzero(spread < request.floor)
     if not len(low):
         return request.floor, ()

@@ -13,21 +13,19 @@ import jsonschema
 import pytest
 
 from moe_serve.controller.service import ControllerService
-from moe_serve.controller.settings import ControllerSettings, ExpectedRank, SupervisionLimits
 from moe_serve.dashboard.server import DashboardServer
 from moe_serve.dashboard.settings import DashboardSettings
-from moe_serve.ports import NodeInfo
 from moe_serve.rpc.auth import Role
 from moe_serve.telemetry.logs import make_logger
-from placement.config import RebalanceConfig
-from tests.builders import PROFILE, make_spec
+from tests.builders import make_spec
+from tests.fakes.controller import make_cluster
 from tests.fakes.fleet import FakeCluster, FakeFleet
 from tests.fakes.page import WAIT_S
 from tests.fakes.secured import TOKENS, token_file
+from tests.loopback.test_controller_admin import make_settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SLOTS = [4, 4, 4]
 READS = (
     "frame",
     "placement",
@@ -74,33 +72,8 @@ class Page:
 
 @asynccontextmanager
 async def operated(folder: Path) -> AsyncIterator[Page]:
-    settings = ControllerSettings(
-        service_id="tiny",
-        spec=make_spec(),
-        config=RebalanceConfig(
-            window_s=0.1,
-            windows_kept=2,
-            sub_windows=2,
-            cooldown_s=0.0,
-            drain_wait_s=0.4,
-            first_policy="incremental",
-            floor=1,
-        ),
-        ranks=tuple(
-            ExpectedRank(rank=r, profile=PROFILE.name, num_slots=n, budget_bytes=1000 * n)
-            for r, n in enumerate(SLOTS)
-        ),
-        profiles=(PROFILE,),
-        state_dir=folder / "state",
-        supervision=SupervisionLimits(report_s=0.01, probe_s=0.05, nodes_s=0.05),
-        token_file=token_file(folder),
-    )
-    cluster = FakeCluster(
-        spec=make_spec(),
-        profile=PROFILE.name,
-        num_slots=list(SLOTS),
-        nodes=[NodeInfo(f"node{n}", True, {}) for n in range(3)],
-    )
+    settings = make_settings(folder, token_file=token_file(folder))
+    cluster = make_cluster()
     service = ControllerService(settings, FakeFleet(cluster))
     await service.start()
     page = DashboardServer(
