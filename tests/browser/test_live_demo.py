@@ -165,7 +165,7 @@ def likeness(seen: Watched) -> tuple[float, float, int]:
     found = []
     for at_s, load in seen.frames.values():
         names = {name for name, told_s in seen.domains if abs(told_s - at_s) < HALF_S}
-        if len(names) == 1:
+        if len(names) == 1 and load.any():  # a window without tokens is like none
             found.append((names.pop(), load.ravel() / np.linalg.norm(load)))
     same, other = [], []
     for i, (name, load) in enumerate(found):
