@@ -28,6 +28,7 @@ setup: $(STAMP) $(KERNELS)  ## create .venv with everything and compile the numb
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 setup")'
 	$(PYTHON) -m venv $(VENV)
+	@echo 'installing some 2 GB of packages: 2 to 8 minutes without a word'
 	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[dev]'
 	@touch $@
 

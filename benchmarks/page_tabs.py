@@ -3,9 +3,10 @@
     python -m benchmarks.page_tabs --json FILE
 
 A service answers calls all the time, and its page runs beside it in a process of its own, as it
-does in a service. Blocks in which fifty event streams are read and one more is open and never read
-take turns with blocks in which nobody looks, beside pairs of blocks in which nobody looks: p99 of
-calls, processor seconds of the service and its page a call.
+does in a service. Blocks in which fifty event streams are read (each reader asks why it is slow
+after every window, as the page does) and one more is open and never read take turns with blocks in
+which nobody looks, beside pairs of blocks in which nobody looks: p99 of calls, processor seconds of
+the service and its page a call.
 
 The fifty readers share this machine's cores, which browsers elsewhere would not: they run with the
 lowest priority. Responsible for the order of the blocks, the table and the file. A missed bar is
@@ -218,6 +219,7 @@ def _read(pipe: Any, url: str, tabs: int) -> None:
 class _Tabs:
     def __init__(self, url: str, tabs: int) -> None:
         self._url = f"{url}api/v1/stream"
+        self._explain_url = f"{url}api/v1/explain"
         self._tabs = tabs
         self._taken = 0
 
@@ -241,7 +243,8 @@ class _Tabs:
             pipe.send(self._taken)
 
     async def _tab(self, opened: asyncio.Event) -> None:
-        """A tab that takes all it is sent."""
+        """A tab that takes all it is sent, and asks why it is slow after each window, as the page
+        does."""
         import aiohttp
 
         forever = aiohttp.ClientTimeout(total=None)
@@ -254,6 +257,9 @@ class _Tabs:
                 if line.startswith(b"event: frame"):
                     self._taken += 1
                     opened.set()
+                    async with session.get(self._explain_url) as answer:
+                        answer.raise_for_status()
+                        await answer.read()
 
     async def _slow(self) -> None:
         """A tab that asks and then takes nothing."""

@@ -5,11 +5,15 @@ Called by `docs.make_reference`. Says what GET /api/v1/openapi.json says, for pe
 
 from __future__ import annotations
 
+import ast
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from moe_serve import dashboard
 from moe_serve.dashboard.answers import CODES, JSON
 from moe_serve.dashboard.app import Page
 from moe_serve.dashboard.endpoints import Endpoint, Param
@@ -42,15 +46,44 @@ def http_page(note: str) -> str:
         "|---|---|---|",
         *(f"| {status} | `{code}` | {WORDS[status]} |" for status, code in CODES.items()),
         "",
-        "Codes of their own: `foreign_host`, `foreign_origin`, `foreign_site`, `not_operator`, "
-        "`wrong_token`, `csrf` (403); `no_plan` (404);",
-        "`nothing_yet`, `not_served`, `page_token_refused`, `too_many_streams` (503).",
+        "Some errors say more than their status, by a code of their own: " + _own_codes() + ".",
         "",
     ]
     settings = DashboardSettings(admin_address="127.0.0.1:1")
     for endpoint, _ in Page(Feed(settings), settings, {}).served():
         lines += _section(endpoint)
     return "\n".join(lines)
+
+
+def _own_codes() -> str:
+    found: dict[int, set[str]] = defaultdict(set)
+    for file in sorted(Path(dashboard.__path__[0]).glob("*.py")):
+        for status, code in own_codes(file.read_text(encoding="utf-8")):
+            found[status].add(code)
+    return "; ".join(
+        f"{', '.join(f'`{code}`' for code in sorted(found[status]))} ({status})"
+        for status in sorted(found)
+    )
+
+
+def own_codes(source: str) -> Iterator[tuple[int, str]]:
+    """(status, code) of each error that a module makes with a code of its own. Raises ValueError
+    where either is not written out: this page could not name it."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Name(id="ApiError" | "unavailable" as name)):
+                given = next((word.value for word in node.keywords if word.arg == "code"), None)
+            case _:
+                continue
+        # `unavailable` hands on the code that it was given.
+        if given is None or (isinstance(given, ast.Name) and given.id == "code"):
+            continue
+        status = ast.Constant(503) if name == "unavailable" else node.args[0]
+        match status, given:
+            case ast.Constant(value=int(number)), ast.Constant(value=str(code)):
+                yield number, code
+            case _:
+                raise ValueError(f"line {node.lineno}: {ast.unparse(node)}")
 
 
 def _section(endpoint: Endpoint) -> Iterator[str]:

@@ -46,7 +46,12 @@ VIEWS = (
     View("page-expert", "view=overview&mode=share&expert=1.7", "document.querySelector('.spark')"),
     View("page-devices", "view=devices&layer=1", "document.querySelector('.rank') !== null"),
     View("page-timeline", "view=timeline", "document.querySelector('[data-figure=plans] tr')"),
-    View("page-moves", "view=moves", "document.querySelector('.moves tbody tr') !== null", 620),
+    View(
+        "page-moves",
+        "view=moves&since=10m",
+        "document.querySelector('.moves tbody tr') !== null",
+        620,
+    ),
     View("page-plan", "view=plan", "document.querySelector('.plan .sums') !== null"),
     View("page-why", "view=why", "document.querySelector('[data-figure=verdict]') !== null"),
 )

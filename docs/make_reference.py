@@ -250,11 +250,6 @@ def _about(info: ParameterInfo, parameter: inspect.Parameter) -> str:
     return " ".join(parts)
 
 
-def _word_of(callback: Callable[..., Any]) -> str:
-    """The command as it is typed."""
-    return callback.__name__.replace("_", "-")
-
-
 def _commands() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every command as it is typed, and its function; those of groups after the others."""
     groups = [("", app.registered_commands)]
@@ -264,17 +259,19 @@ def _commands() -> Iterator[tuple[str, Callable[..., Any]]]:
     for prefix, commands in groups:
         for command in commands:
             assert command.callback is not None
-            yield prefix + _word_of(command.callback), command.callback
+            word = command.name or command.callback.__name__.replace("_", "-")
+            yield prefix + word, command.callback
 
 
 def _usage(word: str, callback: Callable[..., Any]) -> str:
     hints = get_type_hints(callback, include_extras=True)
-    arguments = [
-        info.metavar or name.upper()
-        for name in inspect.signature(callback).parameters
-        for info in getattr(hints[name], "__metadata__", ())
-        if isinstance(info, ArgumentInfo)
-    ]
+    arguments = []
+    for name, parameter in inspect.signature(callback).parameters.items():
+        for info in getattr(hints[name], "__metadata__", ()):
+            if isinstance(info, ArgumentInfo):
+                shown = info.metavar or name.upper()
+                required = parameter.default is inspect.Parameter.empty or shown.startswith("[")
+                arguments.append(shown if required else f"[{shown}]")
     return " ".join(["moe-serve", word, "[OPTIONS]", *arguments])
 
 

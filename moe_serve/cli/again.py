@@ -13,6 +13,8 @@ from typing import Any
 
 import typer
 
+from moe_serve.cli.beside import typed
+
 PROGRAM = "moe-serve"
 NOTHING: Mapping[str, str] = {}
 
@@ -34,9 +36,7 @@ def _given(ctx: Any, leave_out: Collection[str], put: Mapping[str, str]) -> list
     options: list[str] = []
     arguments: list[str] = []
     for param in ctx.command.params:
-        source = ctx.get_parameter_source(param.name)
-        typed = source is not None and source.name == "COMMANDLINE"
-        if param.name in leave_out or not (typed or param.name in put):
+        if param.name in leave_out or not (typed(ctx, param.name) or param.name in put):
             continue
         value = put.get(param.name, ctx.params.get(param.name))
         words = str(value.value if isinstance(value, Enum) else value)

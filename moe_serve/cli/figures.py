@@ -18,7 +18,8 @@ def shown_bytes(count: int) -> str:
 
 def shown_seconds(seconds: float) -> str:
     """Seconds with their unit: 0.00042 is "0.42 ms", 75 is "75 s", 4000 is "1 h 06 min"."""
-    if seconds < 1:
+    if abs(seconds) < 0.9995:
+        # What rounds to 1000 ms is a second: 0.9996 would be written 1e+03.
         return f"{seconds * 1000:.3g} ms"
     if seconds < 120:
         return f"{seconds:.3g} s"

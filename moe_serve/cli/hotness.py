@@ -1,42 +1,25 @@
 """What is hot, as arrays: a load window and a placement as `top` and `heat` need them. Pure.
 
-Responsible for taking the bytes of a window apart and for rates, shares and replicas. Called by
-the commands top and heat.
+Responsible for rates, shares and replicas of one phase. Called by the commands top and heat.
 
-Words: *pairs* are tokens x chosen experts (demand). *Share* is of the pairs of the expert's layer.
-*Fair share* is 1 / experts of a layer: an expert at 3 x fair share gets three times what it would
+Words are those of `documents.experts`: an expert at 3 x fair share gets three times what it would
 if all were asked for alike.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.errors import InvalidArgument
+from moe_serve.documents.experts import ranks_in_layer, shares_of
+from moe_serve.documents.replicas import Ranks, holders_of, listed_ranks, replica_counts
+from moe_serve.documents.window import Counts, PhaseChoice, busy_of, counts_of, of_phase
+from moe_serve.errors import InvalidArgument, NotFound
 from moe_serve.rpc import placement_pb2 as pb
-from placement.topology import Phase
 
-IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
-LISTED = "LISTED"
-BYTES_A_CELL = 8
-
-
-class PhaseChoice(StrEnum):
-    """Which tokens count."""
-
-    ALL = "all"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-_ONLY = {PhaseChoice.PREFILL: Phase.PREFILL, PhaseChoice.DECODE: Phase.DECODE}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,12 +34,12 @@ class Hotness:
     seconds: float
     age_s: float
     missing: tuple[str, ...]
-    pairs: IntArray
-    rank_pairs: IntArray
+    pairs: Counts
+    rank_pairs: Counts
     rank_busy_s: FloatArray
     imbalance: FloatArray
-    replicas: IntArray
-    ranks_of: dict[tuple[int, int], tuple[int, ...]]
+    replicas: Counts
+    ranks_of: Ranks
 
     @property
     def num_layers(self) -> int:
@@ -86,16 +69,17 @@ class Hotness:
         >>> hotness_of(pb.GetLoadResponse(), pb.GetPlacementResponse(), PhaseChoice.ALL).shares.size
         0
         """
-        total = self.pairs.sum(axis=1, keepdims=True)
-        found: FloatArray = np.divide(
-            self.pairs, total, out=np.zeros(self.pairs.shape, np.float64), where=total > 0
-        )
-        return found
+        return shares_of(self.pairs)
 
     @property
-    def fair_shares(self) -> FloatArray:
+    def times_fair_share(self) -> FloatArray:
         """Share / fair share, float64 [layers, experts]: 1 is even, 0 is never asked for."""
         return self.shares * self.num_experts
+
+    @property
+    def ranks_in_layer(self) -> Counts:
+        """Rank of each expert in its layer, int64 [layers, experts], 1 = hottest."""
+        return ranks_in_layer(self.pairs)
 
     def busy(self, rank: int) -> float | None:
         """Share of the window in which a rank computed; None where it did not report."""
@@ -112,20 +96,16 @@ def hotness_of(
     its window says, or the phase is one that the service does not tell apart."""
     load = pb.GetLoadResponse() if load is None else load
     layers, experts = placement.num_layers, placement.num_experts
-    demand = _array(load, "demand", "<i8", ("num_phases", "num_layers", "num_experts"))
-    busy = _array(load, "rank_busy", "<f8", ("num_ranks", "num_phases"))
-    rank_pairs = _array(load, "rank_pairs", "<i8", ("num_ranks", "num_layers"))
-    pairs = _of_phase(demand, 0, phase).astype(np.int64)
+    try:
+        pairs = of_phase(counts_of(load, "demand"), phase).astype(np.int64)
+        busy_s = of_phase(busy_of(load), phase, axis=1).astype(np.float64)
+    except NotFound as error:
+        raise InvalidArgument(
+            f"--phase {phase.value}: this service counts {load.num_phases} phase and does not "
+            "tell it apart; take --phase all"
+        ) from error
     if pairs.shape != (layers, experts):
         pairs = np.zeros((layers, experts), np.int64)
-    replicas: IntArray = np.zeros((layers, experts), np.int64)
-    ranks_of: dict[tuple[int, int], tuple[int, ...]] = {}
-    for rank in placement.ranks:
-        for slot in rank.slots:
-            if slot.state == LISTED and 0 <= slot.layer < layers and 0 <= slot.expert < experts:
-                key = (slot.layer, slot.expert)
-                replicas[key] += 1
-                ranks_of[key] = (*ranks_of.get(key, ()), rank.rank)
     return Hotness(
         phase=phase,
         window=load.window,
@@ -133,42 +113,13 @@ def hotness_of(
         age_s=load.age_s,
         missing=tuple(load.sources_missing),
         pairs=pairs,
-        rank_pairs=rank_pairs.sum(axis=1).astype(np.int64),
-        rank_busy_s=_of_phase(busy, 1, phase).astype(np.float64),
+        rank_pairs=counts_of(load, "rank_pairs").sum(axis=1),
+        rank_busy_s=busy_s,
         imbalance=np.array(load.layer_imbalance, dtype=np.float64),
-        replicas=replicas,
-        ranks_of=ranks_of,
+        replicas=replica_counts(placement),
+        ranks_of=listed_ranks(holders_of(placement)),
     )
 
 
-def _rate(pairs: IntArray, seconds: float) -> FloatArray:
+def _rate(pairs: Counts, seconds: float) -> FloatArray:
     return pairs / seconds if seconds > 0 else np.zeros(pairs.shape, np.float64)
-
-
-def _array(
-    load: pb.GetLoadResponse, name: str, kind: str, sizes: tuple[str, ...]
-) -> npt.NDArray[Any]:
-    """An array of the window by name; `sizes` name the fields with its shape."""
-    data: bytes = getattr(load, name)
-    shape = [getattr(load, size) for size in sizes]
-    if min(shape) < 0 or len(data) != BYTES_A_CELL * math.prod(shape):
-        wanted = " x ".join(f"{size} {n}" for size, n in zip(sizes, shape, strict=True))
-        raise InvalidArgument(
-            f"{name} of window {load.window} has {len(data)} bytes, not {BYTES_A_CELL} for each "
-            f"of {wanted}; is the service of another version?"
-        )
-    found: npt.NDArray[Any] = np.frombuffer(data, dtype=kind).reshape(shape)
-    return found
-
-
-def _of_phase(array: npt.NDArray[Any], axis: int, phase: PhaseChoice) -> npt.NDArray[Any]:
-    only = _ONLY.get(phase)
-    if only is None or not array.shape[axis]:
-        return np.asarray(array.sum(axis=axis))
-    if only >= array.shape[axis]:
-        raise InvalidArgument(
-            f"--phase {phase.value}: this service counts {array.shape[axis]} phase and does not "
-            "tell it apart; take --phase all"
-        )
-    found: npt.NDArray[Any] = array.take(int(only), axis=axis)
-    return found

@@ -14,11 +14,13 @@ from typing import Annotated
 
 import typer
 
-from moe_serve.bootstrap.record import recorded_services
+from moe_serve.bootstrap.record import read_record, recorded_services
 from moe_serve.cli.admin import Admin, AdminTarget, GrpcAdmin, find_target
+from moe_serve.cli.beside import refuse_beside, typed
 from moe_serve.cli.checks.ports import Listen, listen_once
-from moe_serve.cli.hotness import PhaseChoice
 from moe_serve.cli.output import OutputFormat
+from moe_serve.documents.window import PhaseChoice
+from moe_serve.errors import NotFound
 
 
 def _services_from(incomplete: str) -> list[str]:
@@ -60,6 +62,16 @@ RankArgument = Annotated[
     int, typer.Argument(metavar="RANK", min=0, max=INT32_MAX, help="Number of the rank.")
 ]
 
+EmptyWaitOption = Annotated[
+    float,
+    typer.Option(
+        "--wait",
+        min=0.0,
+        metavar="SECONDS",
+        help="Wait so long until the rank is empty; exit 1 if it is not.",
+    ),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Reach:
@@ -75,8 +87,21 @@ class Reach:
 def admin_of(ctx: typer.Context, address: str, service: str) -> Iterator[Admin]:
     """The controller a command speaks to. Raises CannotReach, InvalidArgument, StartRefused."""
     reach = ctx.find_object(Reach) or Reach()
+    if address and typed(ctx, "service"):
+        _check_there(ctx, address, service)
     admin = reach.connect(find_target(address, service, reach.token_file, reach.tls_ca))
     try:
         yield admin
     finally:
         admin.close()
+
+
+def _check_there(ctx: typer.Context, address: str, service: str) -> None:
+    """Raise InvalidArgument where the service is not the one at the address."""
+    try:
+        where = f"was recorded at {read_record(service).admin_address or 'no address yet'}"
+    except NotFound:
+        where = "is not recorded on this machine"
+    if where != f"was recorded at {address}":
+        other = f"--address {address} (or MOE_SERVE_ADDRESS)"
+        refuse_beside(ctx, ("service",), other, f"{service} {where}; give one")

@@ -71,6 +71,42 @@ def bar(out: Output, text: str, total: int | None) -> Iterator[Steps]:
         yield Steps(out, progress, progress.add_task(text, total=total))
 
 
+class Tally:
+    """How many are done of what goes on elsewhere, in words: a line at each change; on a terminal a
+    bar beside the words, of which the last stay."""
+
+    def __init__(self, out: Output, progress: Progress | None = None) -> None:
+        self._out = out
+        self._progress = progress
+        self._task = None if progress is None else progress.add_task("", total=None)
+        self.said = ""
+
+    def tell(self, text: str, done: int, total: int) -> None:
+        """The words of now. total: 0 = not known yet."""
+        if self._progress is not None and self._task is not None:
+            # A bar of 0 of 0 would be drawn as done.
+            self._progress.update(self._task, description=text, completed=done, total=total or None)
+        elif text != self.said:
+            self._out.note(text)
+        self.said = text
+
+
+@contextmanager
+def tally(out: Output) -> Iterator[Tally]:
+    """Show how many are done until the end of the context."""
+    if not out.progress_console.is_terminal:
+        yield Tally(out)
+        return
+    progress = _drawn(out)
+    told = Tally(out, progress)
+    try:
+        with progress:
+            yield told
+    finally:
+        if told.said:
+            out.note(told.said)
+
+
 def _drawn(out: Output) -> Progress:
     return Progress(
         SpinnerColumn(),

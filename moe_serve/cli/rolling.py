@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from moe_serve.cli.admin import Admin
 from moe_serve.cli.exits import CannotReach
+from moe_serve.documents.replicas import LISTED
 from moe_serve.errors import DeadlineExceeded, FailedPrecondition, MoeServeError, Unavailable
 from moe_serve.rpc import placement_pb2 as pb
 
@@ -236,7 +237,7 @@ class Roll:
 
 def _held(rank: pb.Rank) -> int:
     """Experts it serves."""
-    return sum(slot.state == "LISTED" for slot in rank.slots)
+    return sum(slot.state == LISTED for slot in rank.slots)
 
 
 def _parts(

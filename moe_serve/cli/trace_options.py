@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moe_serve.cli.beside import refuse_beside
+
 if TYPE_CHECKING:
     from moe_serve.cli.rehearsal import Stage, Trace
     from placement.load import LoadWindow
@@ -57,6 +59,16 @@ FreeOption = Annotated[
         help="Trace: copies cost nothing, so that a plan needs no more than a gain.",
     ),
 ]
+OF_A_FLEET = ("ranks", "slots", "experts", "top_k")
+OF_A_TRACE = ("file", *OF_A_FLEET, "window_tokens", "decode", "free_copies")
+"""Parameters that say what a trace does not."""
+
+
+def refuse_for_journal(ctx: typer.Context) -> None:
+    """Raise InvalidArgument where an option of a trace was typed."""
+    refuse_beside(
+        ctx, OF_A_TRACE, "a journal", "it holds the fleet and the windows that there were"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +85,18 @@ class TraceOptions:
     max_moves: int | None
     free_copies: bool = False
 
-    def stage(self, trace: Trace) -> Stage:
-        """Model, fleet and settings for a trace. Raises InvalidArgument, StartRefused,
-        ConfigInvalid."""
+    def stage(self, ctx: typer.Context, trace: Trace) -> Stage:
+        """Model, fleet and settings for a trace. Raises InvalidArgument, also where an option was
+        typed that has no say; StartRefused, ConfigInvalid."""
+        from moe_serve.cli.recordings import TokenTrace
         from moe_serve.cli.rehearsal import service_stage, trace_stage, with_limits
         from moe_serve.cli.service_file import read_service_file
         from placement.config import RebalanceConfig
 
+        if self.file is not None:
+            refuse_beside(ctx, OF_A_FLEET, "--file", "the service file names the fleet")
+        if isinstance(trace, TokenTrace):
+            refuse_beside(ctx, ("top_k",), "a trace of tokens", "it holds the experts of each")
         if self.file is not None:
             stage = service_stage(trace, read_service_file(self.file))
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import msgspec
 
@@ -29,6 +30,11 @@ from moe_serve.ports import Fleet
 from placement.engine import EngineSnapshot, RebalanceEngine
 from placement.engine.state import RankState, RankStatus
 from placement.load import LoadHistory
+
+OTHER_PARTS: Final = (
+    "parts of another model or fleet are running under this service id; end them with "
+    "`moe-serve down` first"
+)
 
 
 @dataclass(slots=True)
@@ -58,6 +64,8 @@ class Beginning:
     """The journal's last record was torn, and was dropped."""
     befores: tuple[Before, ...] = ()
     """Placements from before the newest plans, as far as the journal tells."""
+    replicas_replaced: int = 0
+    """Replicas that finished moves removed to make room, as far as the journal tells."""
 
 
 async def begin(
@@ -158,10 +166,7 @@ async def _with_journal(
         fleet, settings.service_id, names, patience_s=settings.config.rank_silence_s
     )
     if problems and adopted.found_any and snapshot is None and not _fits(settings, adopted):
-        raise StartRefused(
-            "parts of another model or fleet are running under this service id; end them with "
-            "`moe-serve down` first"
-        )
+        raise StartRefused(OTHER_PARTS)
     term = await claim_term(fleet, journal, (image.intended_term, adopted.highest_term, term_seen))
     await fence(adopted, term, patience_s=settings.config.rank_silence_s)
     clock = DriverClock(image.last_at_s)
@@ -220,6 +225,7 @@ async def _with_journal(
         problems=problems,
         journal_torn=image.dropped_tail,
         befores=() if snapshot is None else snapshot.befores,
+        replicas_replaced=0 if snapshot is None else snapshot.replicas_replaced,
     )
 
 

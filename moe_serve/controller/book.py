@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Container
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import msgspec
 
 from moe_serve.controller.befores import Befores
 from moe_serve.controller.clock import wall_s
 from moe_serve.controller.plans import PlanShelf
 from placement.engine import EngineState
 from placement.engine.runs import QUIET_CAUSES
+from placement.engine.state import PlanRun
 from placement.load import LoadWindow
 from placement.messages.effects import Transition
 from placement.messages.records import DecisionRecord
@@ -31,10 +35,18 @@ class KeptRecord:
     wall_time_s: float
 
 
+class Removed(NamedTuple):
+    """A replica that a move takes off a rank so that what it adds fits there."""
+
+    layer: int
+    expert: int
+    rank: int
+
+
 @dataclass(frozen=True, slots=True)
 class KeptMove:
     """A move as people see it. state: running | done | aborted. Ranks are -1 where there is
-    none."""
+    none. cross_node, room: as the plan says; False and empty where its beginning was not seen."""
 
     move_id: int
     plan_id: str
@@ -49,6 +61,8 @@ class KeptMove:
     state: str
     started_at_s: float
     ended_at_s: float = 0.0
+    cross_node: bool = False
+    room: tuple[Removed, ...] = ()
 
 
 class Book:
@@ -59,18 +73,30 @@ class Book:
         self._records: deque[KeptRecord] = deque(maxlen=records_kept)
         self._moves: OrderedDict[tuple[str, int], KeptMove] = OrderedDict()
         self._moves_kept = moves_kept
+        self._begun: dict[tuple[str, int], KeptMove] = {}
+        """Moves of the plan that began last, as they were then."""
+        self._plan: object = None
         self._since: dict[int, float] = {}
         self.window: LoadWindow | None = None
         self.epochs_published = 0
+        self.replicas_replaced = 0
+        """Replicas that finished moves removed to make room."""
         self.befores = Befores()
         self.plans = PlanShelf()
 
-    def add(self, records: tuple[DecisionRecord, ...]) -> None:
-        """Keep records in their order; those of moves also change the moves."""
+    def add(self, records: tuple[DecisionRecord, ...], run: PlanRun | None = None) -> None:
+        """Keep records in their order; those of moves also change the moves. `run`: the running
+        plan after them. A record that begins a move then also says what makes room for it."""
         for record in records:
-            self._records.append(KeptRecord(record, wall_s()))
+            told = record
             if record.rule in MOVE_RULES and record.move_id >= 0:
-                self._move(record)
+                if run is not None and record.plan_id == run.plan_id:
+                    self._begin(run)
+                room = self._move(record).room
+                if room and record.outcome == "started":
+                    detail = f"{record.detail}; in place of {_words(room)}"
+                    told = msgspec.structs.replace(record, detail=detail)
+            self._records.append(KeptRecord(told, wall_s()))
 
     def note(self, transitions: tuple[Transition, ...], live: Container[int]) -> None:
         """Remember when the steps of the running plan (`live`) entered their state."""
@@ -92,23 +118,9 @@ class Book:
         self.befores.note(run)
         if run is None or run.cause in QUIET_CAUSES:
             return
-        for move in run.plan.moves:
-            self._keep(
-                KeptMove(
-                    move_id=move.move_id,
-                    plan_id=run.plan_id,
-                    kind=move.kind.value,
-                    layer=move.layer,
-                    expert=move.expert,
-                    source_rank=move.source_rank,
-                    target_rank=move.target_rank,
-                    copy_bytes=move.copy_bytes,
-                    reason=move.reason,
-                    gain_s_per_s=move.gain_s_per_s,
-                    state="running",
-                    started_at_s=run.started_at_s,
-                )
-            )
+        self._begin(run)
+        for move in self._begun.values():
+            self._keep(move)
 
     @property
     def moves(self) -> tuple[KeptMove, ...]:
@@ -128,8 +140,33 @@ class Book:
         """The newest records, oldest first."""
         return list(self._records)[-count:]
 
-    def _move(self, record: DecisionRecord) -> None:
-        known = self._moves.get((record.plan_id, record.move_id))
+    def _begin(self, run: PlanRun) -> None:
+        if run.plan is self._plan:
+            return
+        self._plan, room = run.plan, room_of(run.plan)
+        self._begun = {
+            (run.plan_id, move.move_id): KeptMove(
+                move_id=move.move_id,
+                plan_id=run.plan_id,
+                kind=move.kind.value,
+                layer=move.layer,
+                expert=move.expert,
+                source_rank=move.source_rank,
+                target_rank=move.target_rank,
+                copy_bytes=move.copy_bytes,
+                reason=move.reason,
+                gain_s_per_s=move.gain_s_per_s,
+                state="running",
+                started_at_s=run.started_at_s,
+                cross_node=move.cross_node,
+                room=room.get(move.move_id, ()),
+            )
+            for move in run.plan.moves
+        }
+
+    def _move(self, record: DecisionRecord) -> KeptMove:
+        key = record.plan_id, record.move_id
+        known = self._moves.get(key) or self._begun.get(key)
         numbers = record.numbers
         if known is None:
             known = KeptMove(
@@ -148,9 +185,40 @@ class Book:
             )
         if record.outcome in ("done", "aborted"):
             known = replace(known, state=record.outcome, ended_at_s=record.at_s)
+        if record.outcome == "done":
+            self.replicas_replaced += len(known.room)
         self._keep(known)
+        return known
 
     def _keep(self, move: KeptMove) -> None:
         self._moves[move.plan_id, move.move_id] = move
         while len(self._moves) > self._moves_kept:
             self._moves.popitem(last=False)
+
+
+def room_of(plan: Any) -> dict[int, tuple[Removed, ...]]:
+    """By move of a plan (placement.planner's): what it removes beside its own expert's replica, in
+    the order of the steps.
+
+    Example: a plan that replicates expert 0 of layer 1 (move 7) to rank 2, which is full of others,
+    and frees a slot there of expert 3 of layer 0 first, gives {7: ((0, 3, 2),)}.
+    """
+    own = {
+        move.move_id: Removed(move.layer, move.expert, move.source_rank)
+        for move in plan.moves
+        if move.kind.value != "replicate"
+    }
+    room: dict[int, tuple[Removed, ...]] = {}
+    for step in plan.steps:
+        if step.kind.value != "remove":
+            continue
+        gone = Removed(step.layer, step.expert, step.slot.rank)
+        if own.get(step.move_id) == gone:
+            del own[step.move_id]
+        else:
+            room[step.move_id] = (*room.get(step.move_id, ()), gone)
+    return room
+
+
+def _words(room: tuple[Removed, ...]) -> str:
+    return ", ".join(f"layer {one.layer} expert {one.expert}" for one in room)

@@ -230,17 +230,18 @@ class Driver:
         effects = self.engine.step(event)
         if self._facts is not None:
             self._facts.stepped(event, effects)
-        self._book.add(effects.records)
+        run = self.engine.state.run
+        self._book.add(effects.records, run)
         self._figures.decided(effects.records)
         if isinstance(event, WindowClosed):
             self._figures.window_closed(self.engine.state, event.window)
             self._book.plans.window_closed(event.window, self.engine.state)
             self._recent.window_closed(event.window, self.engine.state)
-        run = self.engine.state.run
         self._book.note(effects.transitions, () if run is None else run.steps)
         self._book.befores.note(run)
         self._book.plans.note(effects, run, at_s)
         self._recent.note(effects.transitions, run)
+        self._recent.targets.decided(effects.records, self.engine.config)
         if ahead is None:
             await self._write_and_execute(effects, at_s)
         else:
@@ -334,6 +335,7 @@ class Driver:
             parts=self._parts(),
             epochs_published=self._book.epochs_published,
             befores=self._book.befores.kept,
+            replicas_replaced=self._book.replicas_replaced,
         )
 
     def _execute(self, effects: Effects) -> None:

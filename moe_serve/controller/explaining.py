@@ -21,7 +21,7 @@ import numpy.typing as npt
 from moe_serve.controller.admin_checks import check_text, wrong
 from moe_serve.controller.recent import Sample
 from moe_serve.controller.stages import GRAIN_S, difference, together
-from moe_serve.controller.views import Sight, plan_view, record_view
+from moe_serve.controller.views import Sight, move_view, plan_view, record_view
 from moe_serve.errors import NotFound
 from moe_serve.explain import Evidence, Finding, RankFacts, Slice, explain
 from moe_serve.explain.finding import SECONDS_MAX
@@ -87,10 +87,10 @@ async def explain_plan_view(sight: Sight, request: pb.ExplainPlanRequest) -> pb.
     if kept is not None:
         answer = Answer(request_id=0, code="ok", message="", plan_id=plan_id, plan=kept.plan)
         view = plan_view(answer)
-    states = {move.move_id: move.state for move in book.moves if move.plan_id == plan_id}
+    moves = {move.move_id: move for move in book.moves if move.plan_id == plan_id}
     for move in view.moves:
-        if move.move_id in states:
-            move.state = pb.MoveState.Value(f"MOVE_STATE_{states[move.move_id].upper()}")
+        if move.move_id in moves:
+            move.CopyFrom(move_view(sight.state, moves[move.move_id]))
     return pb.ExplainPlanResponse(
         plan=view,
         records=[record_view(one) for one in records],

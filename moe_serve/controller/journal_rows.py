@@ -54,6 +54,8 @@ class StateSnapshot(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     epochs_published: int
     befores: tuple[Before, ...] = ()
     """Placements from before the newest plans; older journals tell none."""
+    replicas_replaced: int = 0
+    """Replicas that finished moves removed to make room; older journals tell none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,8 @@ def image_of(
             snapshot = decode_as(row.body, StateSnapshot)
             transitions, parts = [], dict.fromkeys(snapshot.parts)
             epoch, epochs = max(epoch, snapshot.epoch), snapshot.epochs_published
+            if not 0 <= snapshot.replicas_replaced <= NUMBER_MAX:
+                raise ValueError(f"{snapshot.replicas_replaced} replaced replicas is no count")
         elif row.kind is RowKind.TRANSITION:
             transitions.append(decode_as(row.body, Transition))
         elif row.kind is RowKind.PART:

@@ -241,6 +241,7 @@ class Life:
         """The journal is ours, and says where we begin, before anything is commanded. Raises
         StaleTerm, JournalFull."""
         self._book.epochs_published = self.beginning.epochs_published
+        self._book.replicas_replaced = self.beginning.replicas_replaced
         self._book.befores.recall(self.beginning.befores)
         self._book.recall_run(self.driver.engine.state)
         await self.journal.open_term(

@@ -1,5 +1,5 @@
 """The newest load windows and what happened beside them: copies that ran, ranks that were cold,
-batches, failures.
+batches, failures, targets that could not be computed.
 
 Responsible for keeping them, bounded, for one life of the controller. Must never be read by
 anything that decides. Filled by the driver, read by `explaining`.
@@ -23,6 +23,7 @@ import numpy as np
 
 from moe_serve.controller.names import PartKind
 from moe_serve.controller.parts import AnyPart, PartTable
+from moe_serve.controller.targets import Targets
 from placement.engine.state import EngineState, PlanRun, SlotUse
 from placement.load import LoadWindow
 from placement.messages.effects import Transition
@@ -81,6 +82,7 @@ class Recent:
         self._copies: OrderedDict[int, CopySpan] = OrderedDict()
         self.windows: deque[tuple[LoadWindow, Sample]] = deque(maxlen=WINDOWS_KEPT)
         """Newest last."""
+        self.targets = Targets()
 
     def window_closed(self, window: LoadWindow, state: EngineState) -> None:
         """A window closed; `state` is the engine's after it."""

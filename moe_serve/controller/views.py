@@ -6,13 +6,14 @@ a part. Called by admin and by the service's `describe`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.controller.book import Book, KeptMove, KeptRecord
+from moe_serve.controller.book import Book, KeptMove, KeptRecord, Removed, room_of
 from moe_serve.controller.parts import PartTable
 from moe_serve.controller.recent import Recent
 from moe_serve.controller.settings import ControllerSettings
@@ -94,7 +95,7 @@ def placement_view(sight: Sight) -> pb.GetPlacementResponse:
         problems=problems,
         ranks=[_rank(sight, rank, steps) for rank in state.ranks],
         routers=[_router(sight, name) for name in _router_names(sight)],
-        moves=[_move(state, move) for move in sight.book.moves[-MOVES_SHOWN:]],
+        moves=[move_view(state, move) for move in sight.book.moves[-MOVES_SHOWN:]],
         policy=settings.config.policy,
         moves_done=dict(state.moves_done),
         network=settings.network,
@@ -105,6 +106,7 @@ def placement_view(sight: Sight) -> pb.GetPlacementResponse:
         epochs_published=sight.book.epochs_published,
         service_id=settings.service_id,
         plans_stalled=state.plans_stalled,
+        replicas_replaced=sight.book.replicas_replaced,
     )
 
 
@@ -137,6 +139,7 @@ def _problems(sight: Sight, missing: list[int]) -> list[str]:
     found = [*sight.problems, *(sight.parts.problems[p] for p in sorted(sight.parts.problems))]
     if stands_still := stalled(state):
         found.append(stands_still)
+    found += sight.recent.targets.problems(sight.now_s, sight.settings.config)
     if missing and state.published:
         layer, expert = divmod(missing[0], sight.settings.spec.num_experts)
         found.append(
@@ -268,7 +271,8 @@ def _router(sight: Sight, name: str) -> pb.Router:
     )
 
 
-def _move(state: EngineState, move: KeptMove) -> pb.Move:
+def move_view(state: EngineState, move: KeptMove) -> pb.Move:
+    """A move as it stands: planned until the first of its steps begins."""
     shown = _MOVE_STATES[move.state]
     run = state.run
     if run is not None and run.plan_id == move.plan_id and move.state == "running":
@@ -284,20 +288,18 @@ def _move(state: EngineState, move: KeptMove) -> pb.Move:
         source_rank=move.source_rank,
         target_rank=move.target_rank,
         copy_bytes=move.copy_bytes,
-        cross_node=_crosses(state, move.source_rank, move.target_rank),
+        cross_node=move.cross_node,
         reason=move.reason,
         gain_s_per_s=move.gain_s_per_s,
         state=shown,
         started_at_s=move.started_at_s,
         ended_at_s=move.ended_at_s,
+        room=_room(move.room),
     )
 
 
-def _crosses(state: EngineState, source: int, target: int) -> bool:
-    ranks = state.ranks
-    if not (0 <= source < len(ranks) and 0 <= target < len(ranks)):
-        return False
-    return ranks[source].node != ranks[target].node
+def _room(room: Iterable[Removed]) -> list[pb.Removed]:
+    return [pb.Removed(layer=one.layer, expert=one.expert, rank=one.rank) for one in room]
 
 
 def steps_view(sight: Sight) -> list[pb.Step]:
@@ -335,6 +337,7 @@ def plan_view(answer: Answer) -> pb.PlanView:
     plan = answer.plan
     if plan is None:
         return pb.PlanView(plan_id=answer.plan_id, balancedness_before=1.0, balancedness_after=1.0)
+    room = room_of(plan)
     return pb.PlanView(
         plan_id=answer.plan_id,
         moves=[
@@ -351,6 +354,7 @@ def plan_view(answer: Answer) -> pb.PlanView:
                 reason=m.reason,
                 gain_s_per_s=m.gain_s_per_s,
                 state=pb.MOVE_STATE_PLANNED,
+                room=_room(room.get(m.move_id, ())),
             )
             for m in plan.moves
         ],

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from moe_serve.documents.explanation import does_not_start, is_away
 from moe_serve.errors import (
-    DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
     MoeServeError,
@@ -24,7 +24,6 @@ from moe_serve.errors import (
     PermissionDenied,
     ResourceExhausted,
     Unauthenticated,
-    Unavailable,
 )
 
 SECURITY_HEADERS = {
@@ -124,6 +123,10 @@ def unavailable(message: str, *, code: str = "", next_step: str = "") -> ApiErro
 def of_controller(error: MoeServeError) -> ApiError:
     """What a typed error of the controller is here. Its text is for people and has no secrets."""
     field = error.violations[0].field if error.violations else ""
+    if does_not_start(error):
+        return unavailable(error.message, next_step="mend what its log names, then ask again")
+    if is_away(error):
+        return unavailable(f"the controller does not answer: {error.message}")
     match error:
         case InvalidArgument():
             return ApiError(400, error.message, field=field)
@@ -138,9 +141,20 @@ def of_controller(error: MoeServeError) -> ApiError:
             return ApiError(
                 403, error.message, code="not_operator", next_step="log in with an admin token"
             )
-        case Unavailable() | DeadlineExceeded():
-            return unavailable(f"the controller does not answer: {error.message}")
     return unavailable(f"the controller could not do it: {error.message}")
+
+
+def of_question(error: MoeServeError) -> ApiError:
+    """The same where the page only asks: what state the controller is in is no fault of the
+    reader's."""
+    answer = of_controller(error)
+    return unavailable(answer.message) if answer.status == 409 else answer
+
+
+def of_nothing(error: NotFound) -> ApiError:
+    """What it is here that a document was asked of something that is not there."""
+    field = error.violations[0].field if error.violations else ""
+    return ApiError(404, error.message, field=field)
 
 
 def of_http(error: web.HTTPException) -> ApiError:

@@ -36,8 +36,8 @@ from moe_serve.dashboard.answers import (
 )
 from moe_serve.dashboard.edge import allowed_hosts, guard, shape
 from moe_serve.dashboard.endpoints import BODY_BYTES_MAX, Endpoint, Given, Handler
-from moe_serve.dashboard.explaining import Kept
 from moe_serve.dashboard.feed import Feed
+from moe_serve.dashboard.kept import Kept
 from moe_serve.dashboard.openapi import ANY_COOKIE, document
 from moe_serve.dashboard.operating import Operating
 from moe_serve.dashboard.reading import Reading

@@ -96,14 +96,13 @@ def guard(hosts: frozenset[str]) -> Middleware:
 
 
 def _from_elsewhere(request: web.Request) -> bool:
-    site = request.headers.get("Sec-Fetch-Site", "none")
-    if request.method not in READING:
-        return site not in _SITES
-    if site != "cross-site":
+    # Another port of this machine is the same site, and a page of somebody else all the same.
+    if request.headers.get("Sec-Fetch-Site", "none") in _SITES:
         return False
-    # A link to the page from a chat or a wiki opens it; nothing else of another site does.
+    # A link to the page from a chat or a wiki opens it; nothing else from elsewhere does.
     opens = (
-        request.headers.get("Sec-Fetch-Mode") == "navigate"
+        request.method in READING
+        and request.headers.get("Sec-Fetch-Mode") == "navigate"
         and request.headers.get("Sec-Fetch-Dest") == "document"
     )
     return not (opens and request.path == "/")

@@ -27,14 +27,16 @@ import grpc.aio
 import msgspec
 
 from moe_serve.dashboard.before_plan import BeforePlan, KeptFrame
-from moe_serve.dashboard.experts import LoadHistory
-from moe_serve.dashboard.frames import Json, load_frame, placement_document
+from moe_serve.dashboard.frames import load_frame, placement_document
 from moe_serve.dashboard.history import History
+from moe_serve.dashboard.load_history import LoadHistory
 from moe_serve.dashboard.plans import Beginnings
 from moe_serve.dashboard.settings import DashboardSettings
 from moe_serve.dashboard.traffic import Traffic
 from moe_serve.dashboard.upstream import metadata_of, open_channel
+from moe_serve.documents.views import Json
 from moe_serve.errors import MoeServeError
+from moe_serve.explain.words import NO_START
 from moe_serve.rpc import placement_pb2, placement_pb2_grpc
 
 _HINTS = {
@@ -323,9 +325,10 @@ async def _until_one_ends(watches: list[Coroutine[Any, Any, None]]) -> None:
 
 def _fault_text(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
-        code = error.code()
-        hint = _HINTS.get(code, error.details() or code.name)
-        return f"controller: {hint}"
+        code, details = error.code(), error.details() or ""
+        if details.startswith(NO_START):
+            return details
+        return f"controller: {_HINTS.get(code, details or code.name)}"
     if isinstance(error, MoeServeError):
         return error.message
     return str(error) or "no answer in time"

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from moe_serve.dashboard.frames import UNKNOWN, Json, move_view, record_view, worst_layer
+from moe_serve.dashboard.frames import UNKNOWN, worst_layer
+from moe_serve.documents.views import Json, move_view, record_view
 from moe_serve.rpc import placement_pb2
 
 POINTS_MAX = 3_600
@@ -169,10 +170,20 @@ class History:
         """Moves that are new or changed since `version`, in the order they were first seen."""
         return [view for at, view in self._moves.values() if at > version]
 
-    def moves_page(self, version: int, limit: int) -> tuple[list[Json], int]:
+    def moves_page(
+        self, version: int, limit: int, since_wall_s: float | None = None
+    ) -> tuple[list[Json], int]:
         """At most `limit` moves that are new or changed since `version`, oldest change first, and
-        the version to ask for what comes after them."""
-        fresh = sorted((row for row in self._moves.values() if row[0] > version), key=_version)
+        the version to ask for what comes after them. since_wall_s: only those that began or ended
+        then or later; a move without a date did not."""
+        fresh = sorted(
+            (
+                row
+                for row in self._moves.values()
+                if row[0] > version and (since_wall_s is None or _touched(row[1], since_wall_s))
+            ),
+            key=_version,
+        )
         if len(fresh) <= limit:
             return [view for _, view in fresh], self.moves_version
         return [view for _, view in fresh[:limit]], fresh[limit - 1][0]
@@ -182,20 +193,31 @@ class History:
         return [view for key, (_, view) in self._moves.items() if key[0] == plan_id]
 
     def moves_of_expert(self, layer: int, expert: int, limit: int) -> list[Json]:
-        """The newest moves of one expert, newest last."""
+        """The newest moves of one expert, and those that it left a rank for, newest last."""
         found = [
             view
             for _, view in self._moves.values()
-            if (view["layer"], view["expert"]) == (layer, expert)
+            if any(
+                (one["layer"], one["expert"]) == (layer, expert) for one in (view, *view["room"])
+            )
         ]
         return found[-limit:]
 
-    def records_after(self, number: int) -> list[Json]:
-        """Kept records with a greater number, oldest first."""
+    def records_after(self, number: int, since_wall_s: float | None = None) -> list[Json]:
+        """Kept records with a greater number, oldest first. since_wall_s: only those made then or
+        later."""
         first = self.last_record - len(self.records)
         skip = max(0, number - first)
-        return list(self.records)[skip:] if skip else list(self.records)
+        found = list(self.records)[skip:] if skip else list(self.records)
+        # Not cut at the first that is late enough: a clock may have been set back.
+        return [r for r in found if since_wall_s is None or r["wall_s"] >= since_wall_s]
 
 
 def _version(row: tuple[int, Json]) -> int:
     return row[0]
+
+
+def _touched(view: Json, since_wall_s: float) -> bool:
+    """Whether a move began or ended then or later."""
+    dates = (view["started_wall_s"], view["ended_wall_s"])
+    return any(date is not None and date >= since_wall_s for date in dates)

@@ -19,15 +19,16 @@ import structlog
 from aiohttp import web
 
 from moe_serve.dashboard import schemas
-from moe_serve.dashboard.answers import ApiError, answered, of_controller
+from moe_serve.dashboard.answers import ApiError, answered, of_controller, of_question
 from moe_serve.dashboard.endpoints import Endpoint, Given, read_body
-from moe_serve.dashboard.explaining import Kept
 from moe_serve.dashboard.feed import Feed
-from moe_serve.dashboard.frames import Json
+from moe_serve.dashboard.kept import Kept
 from moe_serve.dashboard.reading import Reading
 from moe_serve.dashboard.sessions import LIFE_S, Guesses, Session, Sessions, same
 from moe_serve.dashboard.settings import DashboardSettings
 from moe_serve.dashboard.upstream import Calls, is_refusal
+from moe_serve.documents import schemas as shapes
+from moe_serve.documents.views import Json
 from moe_serve.errors import MoeServeError
 from moe_serve.rpc import placement_pb2 as pb
 from moe_serve.rpc.auth import TOKEN_CHARS_MAX
@@ -82,7 +83,12 @@ def _command(path: str, about: str, body: type[msgspec.Struct], schema: Json) ->
     return Endpoint("POST", path, about, schema, body=body, errors=_COMMAND_ERRORS, csrf=True)
 
 
-SESSION = Endpoint("GET", "/api/v1/session", "Whether this browser may command.", schemas.SESSION)
+SESSION = Endpoint(
+    "GET",
+    "/api/v1/session",
+    "Whether this browser may command. Its time runs out, so it differs each time and has no ETag.",
+    schemas.SESSION,
+)
 LOGIN = Endpoint(
     "POST",
     "/api/v1/session",
@@ -102,7 +108,7 @@ PAUSE = _command(
     "/api/v1/pause", "Stop automatic plans; repairs go on.", PauseBody, schemas.COMMANDED
 )
 RESUME = _command("/api/v1/resume", "Let automatic plans run again.", NoBody, schemas.COMMANDED)
-COMPUTE = _command("/api/v1/plan", "Compute a plan. Nothing moves.", PlanBody, schemas.PLAN)
+COMPUTE = _command("/api/v1/plan", "Compute a plan. Nothing moves.", PlanBody, shapes.PLAN)
 APPLY = _command("/api/v1/apply", "Run a computed plan.", ApplyBody, schemas.COMMANDED)
 DRAIN = _command("/api/v1/drain", "Move everything off a rank.", RankBody, schemas.COMMANDED)
 UNDRAIN = _command(
@@ -201,7 +207,7 @@ class Operating:
                 self._log.warning("operator's login refused", reason=error.code)
                 raise _wrong_token() from None
             self._guesses.forgive(begun_s)
-            raise of_controller(error) from None
+            raise of_question(error) from None
         except BaseException:
             self._guesses.forgive(begun_s)  # the asker left: nobody has learnt anything
             raise
@@ -220,7 +226,7 @@ class Operating:
                     code="not_operator",
                     next_step="start the page again; until then use the command line",
                 ) from None
-            raise of_controller(error) from None
+            raise of_question(error) from None
         return ""
 
     def _said(self, session: Session | None) -> Json:

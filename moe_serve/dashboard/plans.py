@@ -20,18 +20,11 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.dashboard.frames import (
-    ABSENT,
-    CELLS_MAX,
-    EMPTY,
-    LISTED,
-    MOVE_STATES,
-    REPLICAS_MAX,
-    Json,
-    move_view,
-    pack,
-    record_view,
-)
+from moe_serve.dashboard.frames import ABSENT, EMPTY, REPLICAS_MAX, pack
+from moe_serve.documents.plans import plan_document
+from moe_serve.documents.replicas import LISTED
+from moe_serve.documents.views import MOVE_STATES, Json
+from moe_serve.documents.window import CELLS_MAX
 from moe_serve.rpc import placement_pb2 as pb
 
 PLANS_MAX = 16
@@ -51,6 +44,11 @@ class Layout:
     layers: int
     experts: int
     pair: Pairs
+
+    def pair_of(self, layer: int, expert: int) -> int | None:
+        """The expert as `pair` has it, None where the model has no such expert."""
+        known = 0 <= layer < self.layers and 0 <= expert < self.experts
+        return layer * self.experts + expert if known else None
 
 
 def layout_of(placement: pb.GetPlacementResponse) -> Layout:
@@ -134,24 +132,25 @@ def _is_unfinished(move: pb.Move) -> bool:
 def applied(before: Layout, moves: Iterable[pb.Move]) -> tuple[Json, Json, Pairs]:
     """(slots before, slots after, pair after) of a plan: `frames.slot_arrays` with STATES.
 
-    What leaves is taken first, so that what comes may take its slot; where a rank has no free one
-    it is drawn in a slot of its own behind the others.
+    What leaves is taken first, with what only makes room for another, so that what comes may take
+    its slot; where a rank has no free one it is drawn in a slot of its own behind the others.
     """
-    ranks, width = before.pair.shape
+    ranks = len(before.pair)
     was = np.where(before.pair >= 0, _LISTED, 0).astype(np.uint8)
     rows = [list(row) for row in before.pair.tolist()]
     marks = [list(row) for row in was.tolist()]
     coming: list[tuple[int, int]] = []
     for move in moves:
-        if not (0 <= move.layer < before.layers and 0 <= move.expert < before.experts):
+        pair = before.pair_of(move.layer, move.expert)
+        if pair is None:
             continue  # of another model: nothing of it can be drawn
-        pair = move.layer * before.experts + move.expert
-        replicates = move.kind == pb.MOVE_KIND_REPLICATE
-        if not replicates and 0 <= move.source_rank < ranks and pair in rows[move.source_rank]:
-            slot = rows[move.source_rank].index(pair)
-            rows[move.source_rank][slot], marks[move.source_rank][slot] = EMPTY, 0
-            if slot < width:
-                was[move.source_rank, slot] = _LEAVES
+        own = [] if move.kind == pb.MOVE_KIND_REPLICATE else [(move.source_rank, pair)]
+        room = [(gone.rank, before.pair_of(gone.layer, gone.expert)) for gone in move.room]
+        for rank, left in [*own, *room]:
+            if left is not None and 0 <= rank < ranks and left in rows[rank]:
+                slot = rows[rank].index(left)
+                rows[rank][slot], marks[rank][slot] = EMPTY, 0
+                was[rank, slot] = _LEAVES
         if move.kind != pb.MOVE_KIND_EVICT and 0 <= move.target_rank < ranks:
             coming.append((move.target_rank, pair))
     for rank, pair in coming:
@@ -185,62 +184,23 @@ def replicas_of(layout: Layout, pair: Pairs) -> str:
     return pack(np.minimum(counts, REPLICAS_MAX).astype(np.uint8))
 
 
-def has_begun(answer: pb.ExplainPlanResponse, moves: list[Json]) -> bool:
-    """Whether a plan ever ran: by its records, its moves, or what the page saw of them."""
-    return (
-        bool(moves)
-        or any(record.outcome == "started" for record in answer.records)
-        or not all(move.state == pb.MOVE_STATE_PLANNED for move in answer.plan.moves)
-    )
-
-
-def plan_document(
+def drawn_plan(
     answer: pb.ExplainPlanResponse, moves: list[Json], before: Layout | None, *, priced: bool
 ) -> Json:
-    """Document of one plan. moves: as the page knows them, with their dates and state; priced:
-    whether the balance in `answer` is known and not only the moves. `before` None = not seen."""
-    plan = answer.plan
-    views = {view["move_id"]: view for view in moves}
-    shown = [views.get(move.move_id) or move_view(move) for move in plan.moves]
-    document: Json = {
-        "plan": {
-            "plan_id": plan.plan_id,
-            "state": _state(shown) if has_begun(answer, moves) else "computed",
-            "moves": shown,
-            "copy_bytes": plan.copy_bytes,
-            "cross_node_bytes": plan.cross_node_bytes,
-            "cost_s": plan.cost_s if priced else None,
-            "gain_s_per_s": plan.gain_s_per_s,
-            "balancedness_before": plan.balancedness_before if priced else None,
-            "balancedness_after": plan.balancedness_after if priced else None,
-            "refused": list(plan.refused),
-            "records": [record_view(record, 0) for record in answer.records],
-        },
-        "layers": 0 if before is None else before.layers,
-        "experts": 0 if before is None else before.experts,
-        "before": None,
-        "after": None,
-        "replicas_before": None,
-        "replicas_after": None,
-        "copy_bytes": plan.copy_bytes,
-        "cross_node_bytes": plan.cross_node_bytes,
-        "balancedness_before": plan.balancedness_before if priced else None,
-        "balancedness_after": plan.balancedness_after if priced else None,
-        "measured_before": answer.measured_before or None,
-        "measured_after": answer.measured_after or None,
+    """Document of one plan with its picture. moves: as the page knows them, with their dates and
+    state; priced: as in `plan_document`. `before` None = not seen."""
+    document = plan_document(answer, moves, priced=priced)
+    if before is None:
+        return document
+    was, now, after = applied(before, answer.plan.moves)
+    return document | {
+        "layers": before.layers,
+        "experts": before.experts,
+        "before": {"slots": was},
+        "after": {"slots": now},
+        "replicas_before": replicas_of(before, before.pair),
+        "replicas_after": replicas_of(before, after),
     }
-    if before is not None:
-        was, now, after = applied(before, plan.moves)
-        document["before"], document["after"] = {"slots": was}, {"slots": now}
-        document["replicas_before"] = replicas_of(before, before.pair)
-        document["replicas_after"] = replicas_of(before, after)
-    return document
-
-
-def no_plan() -> Json:
-    """Document where no plan is known."""
-    document = plan_document(pb.ExplainPlanResponse(), [], None, priced=False)
-    return document | {"plan": None, "copy_bytes": 0, "cross_node_bytes": 0}
 
 
 def own_plan(plan_id: str, moves: list[pb.Move]) -> pb.ExplainPlanResponse:
@@ -254,11 +214,3 @@ def own_plan(plan_id: str, moves: list[pb.Move]) -> pb.ExplainPlanResponse:
             gain_s_per_s=sum(m.gain_s_per_s for m in moves),
         )
     )
-
-
-def _state(moves: list[Json]) -> str:
-    """running | done | aborted | dropped, of a plan that has begun, by its moves."""
-    states = {view["state"] for view in moves}
-    if states & {"running", "planned"}:
-        return "running"
-    return next((name for name in ("aborted", "dropped") if name in states), "done")

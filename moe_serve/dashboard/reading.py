@@ -18,34 +18,37 @@ from moe_serve.dashboard.answers import (
     JSON,
     ApiError,
     answered,
-    of_controller,
+    of_nothing,
+    of_question,
     tag_of,
     tagged,
     unavailable,
 )
 from moe_serve.dashboard.endpoints import INTEGER_MAX, Endpoint, Given, Param
-from moe_serve.dashboard.experts import (
-    Holders,
-    csv_of,
-    demand_of,
-    expert_document,
-    holders_of,
-    of_phase,
-)
-from moe_serve.dashboard.explaining import Kept, controller_away, explanation
 from moe_serve.dashboard.feed import Feed, Versioned
-from moe_serve.dashboard.frames import Json
 from moe_serve.dashboard.history import MOVES_MAX, RECORDS_MAX
-from moe_serve.dashboard.plans import has_begun, no_plan, own_plan, plan_document
-from moe_serve.dashboard.upstream import Calls, NotServed, TooManyReaders, is_away, is_refusal
+from moe_serve.dashboard.kept import Kept
+from moe_serve.dashboard.plans import drawn_plan, own_plan
+from moe_serve.dashboard.upstream import Calls, NotServed, TooManyReaders, is_refusal
+from moe_serve.documents import schemas as shapes
+from moe_serve.documents.experts import CSV_COLUMNS, csv_parts, expert_document
+from moe_serve.documents.explanation import controller_away, explanation, is_away
+from moe_serve.documents.plans import has_begun, is_priced, no_plan
+from moe_serve.documents.replicas import Holders, holders_of, listed_ranks
+from moe_serve.documents.views import Json
+from moe_serve.documents.window import Counts, PhaseChoice, counts_of, of_phase
 from moe_serve.errors import MoeServeError, NotFound
 from moe_serve.explain.finding import SECONDS_MAX
 from moe_serve.rpc import placement_pb2 as pb
 
 EXPERT_MOVES_MAX = 20
+CSV_BYTES_MAX = 4 << 20
 NAME_CHARS_MAX = 200
 """Characters of a plan id."""
 _AFTER = "only what is newer than this number of an earlier answer"
+_AGES = "It carries ages, so it differs each time and has no ETag."
+SINCE_S_MAX = 7 * 24 * 3600
+"""Longest look back, a week: what is kept is bounded by number anyway."""
 
 FRAME = Endpoint(
     "GET",
@@ -73,13 +76,17 @@ PLACEMENT = Endpoint(
     tagged=True,
 )
 STATUS = Endpoint(
-    "GET", "/api/v1/status", "How fresh the figures are, as the page sees it.", schemas.STATUS
+    "GET",
+    "/api/v1/status",
+    f"How fresh the figures are, as the page sees it. {_AGES}",
+    schemas.STATUS,
 )
 HISTORY = Endpoint(
     "GET",
     "/api/v1/history",
     "Imbalance and speed by window, and plans as marks, oldest first.",
     schemas.HISTORY,
+    tagged=True,
 )
 EVENTS = Endpoint(
     "GET",
@@ -88,8 +95,16 @@ EVENTS = Endpoint(
     schemas.EVENTS,
     params=(
         Param("after", "integer", _AFTER, default=0),
+        Param(
+            "since_s",
+            "integer",
+            "only what was decided in the last so many seconds, by `wall_s`; 0: all that is kept",
+            default=0,
+            high=SINCE_S_MAX,
+        ),
         Param("limit", "integer", "at most so many", default=RECORDS_MAX, low=1, high=RECORDS_MAX),
     ),
+    tagged=True,
 )
 MOVES = Endpoint(
     "GET",
@@ -98,6 +113,14 @@ MOVES = Endpoint(
     schemas.MOVES,
     params=(
         Param("after", "integer", _AFTER, default=0),
+        Param(
+            "since_s",
+            "integer",
+            "only moves that began or ended in the last so many seconds, by `started_wall_s` and"
+            " `ended_wall_s`; 0: all that are kept",
+            default=0,
+            high=SINCE_S_MAX,
+        ),
         Param("limit", "integer", "at most so many", default=MOVES_MAX, low=1, high=MOVES_MAX),
     ),
     tagged=True,
@@ -106,16 +129,16 @@ PLAN = Endpoint(
     "GET",
     "/api/v1/plan",
     "A plan with the slots before and after it, its price and what was measured.",
-    schemas.PLAN,
+    shapes.PLAN,
     params=(Param("id", "text", "of the plan; none: the newest", default="", high=NAME_CHARS_MAX),),
-    errors=(404, 503),
+    errors=(404, 429, 503),
     tagged=True,
 )
 EXPLAIN = Endpoint(
     "GET",
     "/api/v1/explain",
-    "Why it is slow now. Asked of the controller once a second at most.",
-    schemas.EXPLAIN,
+    f"Why it is slow now. Asked of the controller once a second at most. {_AGES}",
+    shapes.EXPLAIN,
     params=(
         Param(
             "seconds",
@@ -132,12 +155,12 @@ _PHASE = Param(
     "text",
     "which tokens count",
     default="all",
-    choices=("all", "prefill", "decode"),
+    choices=tuple(PhaseChoice),
 )
 EXPERTS_CSV = Endpoint(
     "GET",
     "/api/v1/experts.csv",
-    "Every expert of the newest window: layer,expert,pairs,share,rank_in_layer,replicas,ranks.",
+    f"Every expert of the newest window: {CSV_COLUMNS}.",
     None,
     params=(_PHASE,),
     media="text/csv",
@@ -148,7 +171,7 @@ EXPERT = Endpoint(
     "GET",
     "/api/v1/expert",
     "One expert: share, rank in its layer, replicas, 15 minutes of load, last moves.",
-    schemas.EXPERT,
+    shapes.EXPERT,
     params=(
         Param("layer", "integer", "from 0", high=INTEGER_MAX),
         Param("expert", "integer", "of the model, from 0", high=INTEGER_MAX),
@@ -208,35 +231,38 @@ class Reading:
         """Answers STATUS."""
         return answered(self._feed.status_document())
 
-    async def history(self, _request: web.Request, _given: Given) -> web.Response:
+    async def history(self, request: web.Request, _given: Given) -> web.Response:
         """Answers HISTORY."""
         history = self._feed.history
-        return answered({"points": list(history.points), "marks": list(history.marks)})
+        return _tagged(request, {"points": list(history.points), "marks": list(history.marks)})
 
-    async def events(self, _request: web.Request, given: Given) -> web.Response:
+    async def events(self, request: web.Request, given: Given) -> web.Response:
         """Answers EVENTS."""
-        records = self._feed.history.records_after(given["after"])
-        return answered(
-            {
-                "life": self._feed.life,
-                "last": self._feed.history.last_record,
-                "records": records[: given["limit"]],
-            }
-        )
+        records = self._feed.history.records_after(given["after"], self._since(given))
+        document = {
+            "life": self._feed.life,
+            "last": self._feed.history.last_record,
+            "records": records[: given["limit"]],
+        }
+        return _tagged(request, document)
 
     async def moves(self, request: web.Request, given: Given) -> web.Response:
         """Answers MOVES."""
-        moves, version = self._feed.history.moves_page(given["after"], given["limit"])
+        moves, version = self._feed.history.moves_page(
+            given["after"], given["limit"], self._since(given)
+        )
         document = {"life": self._feed.life, "version": version, "moves": moves}
-        body = msgspec.json.encode(document)
-        return tagged(request, body, tag_of(body), JSON)
+        return _tagged(request, document)
+
+    def _since(self, given: Given) -> float | None:
+        """Seconds since the Unix epoch that `since_s` reaches back to, None = to the first."""
+        return self._feed.wall_s() - given["since_s"] if given["since_s"] else None
 
     # ---- plans
 
     async def plan(self, request: web.Request, given: Given) -> web.Response:
         """Answers PLAN."""
-        body = msgspec.json.encode(await self.plan_of(given["id"]))
-        return tagged(request, body, tag_of(body), JSON)
+        return _tagged(request, await self.plan_of(given["id"]))
 
     async def plan_of(self, plan_id: str) -> Json:
         """Document of a plan, "" = the newest. Raises ApiError."""
@@ -246,9 +272,7 @@ class Reading:
             return self._own_plan(plan_id, error)
         if not answer.plan.plan_id:
             return no_plan()
-        # Of a plan so old that the controller has only its records, it tells no moves and the
-        # balance 0 or 1, which is no figure.
-        priced = bool(answer.plan.moves) or 0.0 < answer.plan.balancedness_before < 1.0
+        priced = is_priced(answer)
         own = None if answer.plan.moves else self._own(answer.plan.plan_id)
         if own is not None:
             told = pb.ExplainPlanResponse(records=answer.records)
@@ -283,7 +307,7 @@ class Reading:
         plan_id = answer.plan.plan_id
         moves = self._feed.history.moves_of(plan_id)
         before = self._feed.beginnings.before(plan_id, begun=has_begun(answer, moves))
-        return partial(plan_document, answer, moves, before, priced=priced)
+        return partial(drawn_plan, answer, moves, before, priced=priced)
 
     # ---- why
 
@@ -298,7 +322,9 @@ class Reading:
             if not is_away(error):
                 raise _not_answered(error) from None
             last_s = self._explained.last_age_s()
-            return answered(controller_away(wall_s=self._feed.wall_s(), age_s=last_s))
+            return answered(
+                controller_away(error.message, wall_s=self._feed.wall_s(), age_s=last_s)
+            )
         return answered(explanation(answer, wall_s=self._feed.wall_s(), age_s=age_s))
 
     # ---- experts
@@ -311,9 +337,12 @@ class Reading:
             f'"{self._feed.life}-{phase}-{self._feed.frame.version}-{self._feed.placement.version}"'
         )
         if self._csv.get(phase, ("", b""))[0] != etag:
-            demand = of_phase(demand_of(load), phase)
+            try:
+                pairs = of_phase(counts_of(load, "demand"), PhaseChoice(phase))
+            except NotFound as error:
+                raise of_nothing(error) from None
             holders = await self._holders_now()
-            self._csv[phase] = (etag, await asyncio.to_thread(csv_of, demand, holders))
+            self._csv[phase] = (etag, await asyncio.to_thread(csv_of, pairs, holders))
         return tagged(request, self._csv[phase][1], etag, EXPERTS_CSV.media)
 
     async def expert(self, request: web.Request, given: Given) -> web.Response:
@@ -321,12 +350,14 @@ class Reading:
         load, layer, expert = self._newest_load(), given["layer"], given["expert"]
         holders, shown = await self._holders_now(), self._feed.shown
         nodes = {} if shown is None else {rank.rank: rank.node for rank in shown.ranks}
-        document = expert_document(load, holders, nodes, layer=layer, expert=expert)
+        try:
+            document = expert_document(load, holders, nodes, layer=layer, expert=expert)
+        except NotFound as error:
+            raise of_nothing(error) from None
         document["wall_s"] = self._feed.load_wall_s
         document["history"] = self._feed.loads.of(layer, expert)
         document["moves"] = self._feed.history.moves_of_expert(layer, expert, EXPERT_MOVES_MAX)
-        body = msgspec.json.encode(document)
-        return tagged(request, body, tag_of(body), JSON)
+        return _tagged(request, document)
 
     def _newest_load(self) -> pb.GetLoadResponse:
         if self._feed.load is None:
@@ -338,6 +369,26 @@ class Reading:
         if shown is not None and self._holders[0] != version:
             self._holders = (version, await asyncio.to_thread(holders_of, shown))
         return self._holders[1]
+
+
+def csv_of(pairs: Counts, holders: Holders) -> bytes:
+    """All experts as CSV. Raises ApiError 413 above CSV_BYTES_MAX."""
+    body = bytearray()
+    for part in csv_parts(pairs, listed_ranks(holders)):
+        body += part.encode()
+        if len(body) > CSV_BYTES_MAX:
+            raise ApiError(
+                413,
+                f"{pairs.size} experts are more than {CSV_BYTES_MAX} bytes of CSV",
+                next_step="read /api/v1/frame, which is packed",
+            )
+    return bytes(body)
+
+
+def _tagged(request: web.Request, document: Json) -> web.Response:
+    """A document with the tag of its bytes."""
+    body = msgspec.json.encode(document)
+    return tagged(request, body, tag_of(body), JSON)
 
 
 def _not_answered(error: MoeServeError) -> ApiError:
@@ -353,4 +404,4 @@ def _not_answered(error: MoeServeError) -> ApiError:
             code="page_token_refused",
             next_step="start the page again with a live token of role read",
         )
-    return of_controller(error)
+    return of_question(error)

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moe_serve.dashboard.frames import UNKNOWN, Json
+from moe_serve.dashboard.frames import UNKNOWN
+from moe_serve.documents.views import Json
 from moe_serve.rpc import placement_pb2 as pb
 
 _Life = tuple[str, int]

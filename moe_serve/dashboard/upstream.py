@@ -19,7 +19,6 @@ import grpc.aio
 
 from moe_serve.dashboard.settings import DashboardSettings
 from moe_serve.errors import (
-    DeadlineExceeded,
     InvalidArgument,
     MoeServeError,
     PermissionDenied,
@@ -207,8 +206,3 @@ async def _done(call: Awaitable[_T]) -> _T:
 def is_refusal(error: MoeServeError) -> bool:
     """Whether the controller does not take the token."""
     return isinstance(error, Unauthenticated | PermissionDenied)
-
-
-def is_away(error: MoeServeError) -> bool:
-    """Whether nobody answered."""
-    return isinstance(error, Unavailable | DeadlineExceeded)

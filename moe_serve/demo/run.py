@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from moe_serve.demo.ledgers import audit_pages
 from moe_serve.demo.measure import balance_figures, merged
 from moe_serve.demo.options import DemoOptions
 from moe_serve.demo.prompts import SCHEDULE
-from moe_serve.demo.report import Check, checks, figures
+from moe_serve.demo.report import checks, figures
 from moe_serve.demo.screen import Screen
 from moe_serve.demo.static_layout import static_layout
 from moe_serve.demo.watch import Watcher
@@ -118,15 +119,15 @@ class FrontEndProcess:
         raise MoeServeError(f"the front end ended with {self._process.poll()} and no totals")
 
 
-def run_demo(options: DemoOptions) -> int:
+def run_demo(options: DemoOptions, show: Callable[[dict[str, Any]], None] | None = None) -> int:
     """Run the demo. Returns 0 where every figure reached its bar, 1 where one did not, 130 after
-    Ctrl-C.
+    Ctrl-C. show: takes the figures, and has stdout to itself.
 
     Raises StartRefused where cluster or service will not start. Leaves nothing running in any case.
     """
     if options.json_file is not None:
         _check_writable(options.json_file)
-    screen = Screen(options.quiet)
+    screen = Screen(options.quiet, sys.stdout if show is None else sys.stderr)
     end_as_interrupted()
     try:
         with _service(options, screen) as (config, deployed):
@@ -135,9 +136,12 @@ def run_demo(options: DemoOptions) -> int:
         screen.note("stopped; cluster and service are ended")
         return 130
     results = checks(found, len(SCHEDULE))
+    report = {**found, "failed_checks": [check.name for check in results if not check.holds]}
     if options.json_file is not None:
-        _write(options.json_file, found, results)
+        _write(options.json_file, report)
     screen.summary(found, results)
+    if show is not None:
+        show(report)
     return 0 if all(check.holds for check in results) else 1
 
 
@@ -199,9 +203,10 @@ def _watched_run(
     if deployed.dashboard_url:
         screen.note(f"page: {deployed.dashboard_url}")
         webbrowser.open(deployed.dashboard_url)
+    program = "moe-serve" if shutil.which("moe-serve") else f"{sys.executable} -m moe_serve"
     screen.note(
         "other commands, from another shell: "
-        f"export MOE_SERVE_ADDRESS={deployed.admin_address}; moe-serve top"
+        f"export MOE_SERVE_ADDRESS={deployed.admin_address}; {program} top"
     )
     front_end = FrontEndProcess(
         deployed.router_addresses, checkpoint_folder(config.model.checkpoint), options.seconds
@@ -297,8 +302,5 @@ def _check_writable(file: Path) -> None:
         raise StartRefused(f"--json {file} cannot be written; name a file in a folder of yours")
 
 
-def _write(file: Path, found: dict[str, Any], results: list[Check]) -> None:
-    failed = [check.name for check in results if not check.holds]
-    file.write_bytes(
-        msgspec.json.format(msgspec.json.encode({**found, "failed_checks": failed}), indent=2)
-    )
+def _write(file: Path, report: dict[str, Any]) -> None:
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))

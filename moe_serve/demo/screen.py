@@ -3,10 +3,9 @@ Prints; decides nothing."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -23,11 +22,11 @@ SHOWN_RULES = frozenset({"replicate", "migrate", "evict"})
 
 
 class Screen:
-    """The terminal. Safe to call from several threads."""
+    """The terminal. Safe to call from several threads. stream: that of the start: what Ray has to
+    say meanwhile goes elsewhere."""
 
-    def __init__(self, quiet: bool) -> None:
-        # The stream of now: what Ray has to say meanwhile goes elsewhere.
-        self._console = Console(file=sys.stdout, highlight=False)
+    def __init__(self, quiet: bool, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False)
         self._quiet = quiet
         self._lock = threading.Lock()
         self._live_s = 0.0
@@ -74,6 +73,8 @@ class Screen:
         self._live_s = now_s
         placement = seen.placement
         moves = " ".join(f"{kind} {count}" for kind, count in sorted(placement.moves_done.items()))
+        if placement.replicas_replaced:
+            moves += f" ({placement.replicas_replaced} made room)"
         self._print(
             f"[bold magenta]-- imbalance {seen.imbalance:.2f} | epoch {placement.epoch} | "
             f"{placement.state} | moves: {moves or 'none yet'}[/]"

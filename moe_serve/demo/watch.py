@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import numpy as np
 
 from moe_serve.demo.measure import WindowCounts
+from moe_serve.documents.window import PhaseChoice, counts_of, of_phase
+from moe_serve.errors import InvalidArgument
 from moe_serve.rpc import placement_pb2, placement_pb2_grpc
 from moe_serve.rpc.options import channel_options
 
@@ -79,8 +80,9 @@ class Watcher:
                 for _ in work():
                     if self._stop.is_set():
                         return
-            except (grpc.RpcError, ValueError):
-                # The channel was closed by stop(), or the controller is being restarted.
+            except (grpc.RpcError, ValueError, InvalidArgument):
+                # The channel was closed by stop(), the controller is being restarted, or a window
+                # does not fit its declared shape.
                 self._stop.wait(REOPEN_S)
 
     def _load(self) -> Iterator[None]:
@@ -89,12 +91,10 @@ class Watcher:
             yield
 
     def _take_window(self, load: Any) -> None:
-        phases, layers, experts = load.num_phases, load.num_layers, load.num_experts
         if not load.executed:
             return
-        executed = np.frombuffer(load.executed, np.int64).reshape(phases, layers, experts)
-        ranks = np.frombuffer(load.rank_pairs, np.int64).reshape(load.num_ranks, layers)
-        self.seen.windows[load.window] = WindowCounts(executed.sum(axis=0), ranks.copy())
+        executed = of_phase(counts_of(load, "executed"), PhaseChoice.ALL)
+        self.seen.windows[load.window] = WindowCounts(executed, counts_of(load, "rank_pairs"))
         self.seen.imbalance = load.imbalance
 
     def _placement(self) -> Iterator[None]:

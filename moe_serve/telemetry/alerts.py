@@ -193,8 +193,10 @@ def expression(text: str, prefix: str = "") -> str:
     return text.format(m=prefix + PREFIX)
 
 
-def rules(prefix: str = "") -> dict[str, Any]:
-    """The rules file, as data."""
+def rules(prefix: str = "", runbooks: str = RUNBOOKS) -> dict[str, Any]:
+    """The rules file, as data. runbooks: where the pages are, with or without a slash at its
+    end."""
+    folder = runbooks.rstrip("/")
     return {
         "groups": [
             {
@@ -207,7 +209,7 @@ def rules(prefix: str = "") -> dict[str, Any]:
                         "labels": {"severity": alert.severity},
                         "annotations": {
                             "summary": alert.summary,
-                            "runbook_url": RUNBOOKS + alert.runbook,
+                            "runbook_url": f"{folder}/{alert.runbook}",
                         },
                     }
                     for alert in ALERTS

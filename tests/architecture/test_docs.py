@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.http_reference import own_codes
 from docs.make_reference import FOLDER, PAGES
 from tests.architecture.tree import PACKAGES, ROOT, name_of
 
@@ -124,3 +125,12 @@ def test_no_field_or_option_is_without_a_meaning() -> None:
         if line.startswith("| `") and line.endswith("|  |")
     ]
     assert empty == []
+
+
+def test_codes_of_errors_are_read_from_the_code() -> None:
+    source = 'ApiError(403, "x", code="a")\nApiError(404, "y")\nunavailable("z", code="b")\n'
+    assert list(own_codes(source)) == [(403, "a"), (503, "b")]
+    for hidden in ('ApiError(status, "x", code="a")', 'unavailable("x", code=word)'):
+        with pytest.raises(ValueError, match="line 1"):
+            list(own_codes(hidden))
+    assert "`too_many_questions`" in PAGES["http.md"]()

@@ -1,17 +1,11 @@
 """Shell blocks of docs/: each is executed by somebody or says what it needs, and every command in
-it exists.
-
-A block is fenced (```sh) or indented by four spaces. A mark is a comment in front of it:
-`<!-- run: FILE -->` names the test that runs it, `<!-- run: here -->` has this test run it, and
-`<!-- needs: WHAT -->` says what a test has not. `<!-- shell: needs WHAT -->`, or `shell: run FILE`,
-marks all blocks of a page that have no mark of their own.
+it exists. How a block is marked: `tests.doc_blocks`.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,11 +14,11 @@ import typer
 from moe_serve.cli.app import app
 from tests.architecture.test_readme import command_problem, what_a_shell_says
 from tests.architecture.tree import ROOT, name_of
+from tests.doc_blocks import HERE, SHELL, Block, blocks, runner_problem
 
 NEEDS = frozenset(
     {
         "a cluster",
-        "a running service",
         "a working copy",
         "an hour or more",
         "Docker",
@@ -32,35 +26,8 @@ NEEDS = frozenset(
         "Kubernetes",
     }
 )
-HERE = "here"
-COMMANDS = frozenset(
-    {
-        "cd",
-        "curl",
-        "docker",
-        "export",
-        "for",
-        "git",
-        "kubectl",
-        "make",
-        "moe-serve",
-        "openssl",
-        "pip",
-        "pytest",
-        "python",
-        "ray",
-    }
-)
-"""First words by which an indented block is one for a shell."""
 CHECKED = frozenset({"make", "moe-serve"})
 """Commands of ours, whose every option is checked."""
-BLOCK = re.compile(
-    r"(?:^<!-- (?P<word>run|needs): (?P<what>.+?) -->\n\n?)?"
-    r"(?:^```(?:sh|bash)\n(?P<fenced>.*?)^```$"
-    r"|(?<=\n\n)(?P<indented>(?:    [^\n]*\n|\n(?=    ))+))",
-    re.MULTILINE | re.DOTALL,
-)
-PAGE = re.compile(r"^<!-- shell: (?P<word>run|needs) (?P<what>.+?) -->$", re.MULTILINE)
 PLACES = {
     "RANK": "0",
     "N": "1",
@@ -74,46 +41,13 @@ PLACES = {
 """What stands for a word in capitals where a command is only parsed."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """A shell block of a page, with its mark or its page's."""
-
-    page: str
-    word: str
-    what: str
-    text: str
-
-    @property
-    def commands(self) -> list[list[str]]:
-        """Words of each command line, without comments; continued lines are one."""
-        joined = self.text.replace("\\\n", " ").splitlines()
-        lines = (shlex.split(line, comments=True) for line in joined)
-        return [words for words in lines if words]
-
-    def __str__(self) -> str:
-        return f"{self.page}: {self.text.splitlines()[0].strip()}"
-
-
-def blocks(page: str, text: str) -> list[Block]:
-    """Shell blocks of a page, in order."""
-    whole = PAGE.search(text)
-    found = []
-    for match in BLOCK.finditer(text):
-        inside = match["fenced"] or "".join(
-            line[4:] or "\n" for line in match["indented"].splitlines(keepends=True)
-        )
-        first = inside.split(maxsplit=1)[0] if inside.split() else ""
-        if match["fenced"] is None and first not in COMMANDS:
-            continue
-        mark = match if match["word"] else whole
-        word, what = (mark["word"], mark["what"]) if mark else ("", "")
-        found.append(Block(page, word, what, inside))
-    return found
-
-
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-ALL = [block for path in PAGES for block in blocks(name_of(path), path.read_text(encoding="utf-8"))]
-
+ALL = [
+    block
+    for path in PAGES
+    for block in blocks(name_of(path), path.read_text(encoding="utf-8"))
+    if block.kind in SHELL
+]
 
 INLINE = re.compile(r"`((?:moe-serve|make) [^`]+)`")
 """A command of ours within a sentence."""
@@ -155,11 +89,7 @@ def test_a_block_is_executed_or_says_what_it_needs(block: Block) -> None:
     if block.word == "needs":
         assert block.what in NEEDS
     elif block.what != HERE:
-        runner = ROOT / block.what
-        assert runner.is_file(), f"{block.what} runs this block but is not there"
-        text = runner.read_text(encoding="utf-8")
-        absent = [words[1] for words in block.commands if words[1].strip("-") not in text]
-        assert absent == [], f"{block.what} does not run these"
+        assert runner_problem(block) == ""
 
 
 @pytest.mark.parametrize("block", ALL, ids=str)
@@ -197,17 +127,78 @@ def test_blocks_that_are_run_here_run(tmp_path: Path) -> None:
 def test_marks_and_blocks_are_read() -> None:
     text = (
         "# x\n\n<!-- shell: needs a cluster -->\n\ntext\n\n"
-        "    ray up x\n\n    ray down x\n\ntext\n\n"
+        "    ray up x\n\n    ray down x\n\n## y z\n\n"
         "<!-- run: here -->\n\n    make help\n\ntext:\n\n    key: value\n\n"
-        "<!-- needs: an hour or more -->\n```sh\nmake soak\n```\n\n"
-        "- a list\n    make nothing\n\n```python\n    make = 1\n```\n"
+        "<!-- slow: t.py -->\n```sh\n# no heading\nmake soak\n```\n\n"
+        "- a list\n    make nothing\n\n```python\n\n    make = 1\n```\n"
     )
-    assert [(one.word, one.what, one.text) for one in blocks("x.md", text)] == [
-        ("needs", "a cluster", "ray up x\n\nray down x\n"),
-        ("run", "here", "make help\n"),
-        ("needs", "an hour or more", "make soak\n"),
+    found = blocks("x.md", text)
+    assert [(one.section, one.kind, one.word, one.what, one.text) for one in found] == [
+        ("x", "sh", "needs", "a cluster", "ray up x\n\nray down x\n"),
+        ("y z", "sh", "run", "here", "make help\n"),
+        ("y z", "sh", "slow", "t.py", "# no heading\nmake soak\n"),
+        ("y z", "python", "", "", "\n    make = 1\n"),
     ]
     assert [one.word for one in blocks("x.md", "\n\n    make help\n")] == [""]
+
+
+QUICK = '''
+"""Runs `up --keep` and `drain`, it says."""
+def test_a():
+    """Not so: `roll`."""
+    cli("up", "-f", "x", "--wait 3")
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_b(n):
+    cli("down")
+@pytest.mark.slow
+@pytest.mark.timeout(9)
+def test_c():
+    cli("up", "--keep")
+'''
+
+
+@pytest.mark.parametrize(
+    ("mark", "line", "said"),
+    [
+        ("run", "up -f FILE --wait 3", ""),
+        ("run", "down", ""),
+        ("run", "up --keep", "--keep"),  # only a slow test does
+        ("run", "drain", "drain"),  # only a remark names it
+        ("run", "roll", "roll"),
+        ("run", "own", "own"),  # a part of a word is none
+        ("slow", "up --keep", ""),
+        ("slow", "up --ship", "--ship"),
+    ],
+)
+def test_a_runner_must_have_each_command_and_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str, line: str, said: str
+) -> None:
+    monkeypatch.setattr("tests.doc_blocks.ROOT", tmp_path)
+    block = Block("docs/x.md", "", "sh", mark, "runner.py", f"moe-serve {line}\n")
+    assert "not there" in runner_problem(block)
+    (tmp_path / "runner.py").write_text(QUICK)
+    assert runner_problem(block) == (said and f"runner.py does not run {said}")
+
+
+def test_a_runner_that_names_the_page_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.doc_blocks.ROOT", tmp_path)
+    (tmp_path / "runner.py").write_text("def test_x():\n    walk('docs/x.md')\n")
+    for page, fine in (("docs/x.md", True), ("x.md", False)):
+        block = Block(page, "", "sh", "run", "runner.py", "moe-serve top\n")
+        assert (runner_problem(block) == "") is fine
+
+
+@pytest.mark.parametrize("mark", ["run", "slow"])
+def test_a_mark_says_whether_the_runner_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str
+) -> None:
+    monkeypatch.setattr("tests.doc_blocks.ROOT", tmp_path)
+    block = Block("x.md", "", "sh", mark, "runner.py", "moe-serve top\n")
+    begin = "pytestmark = [pytest.mark.slow]\n" if mark == "run" else ""
+    (tmp_path / "runner.py").write_text(f"{begin}def test_x():\n    cli('top')\n")
+    assert "slow" in runner_problem(block)
 
 
 @pytest.mark.parametrize(

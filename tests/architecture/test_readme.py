@@ -1,5 +1,6 @@
-"""README's blocks: each shell block is executed by somebody or marked, every command in it exists,
-and every Python block compiles, imports what it names and passes arguments that are taken."""
+"""Blocks of README and of the tutorial: each block of README for a shell is executed by somebody or
+marked and every command in it exists; every Python block of both is executed, imports what it
+names and passes arguments that are taken."""
 
 import ast
 import importlib
@@ -9,7 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,8 @@ import typer
 
 from moe_serve.cli.app import app
 from tests.architecture.tree import ROOT
+from tests.doc_blocks import HERE, Block, blocks_of, runner_problem
 
-README = ROOT / "README.md"
-HERE = "this page's test"
-BLOCK = re.compile(
-    r"(?:^<!-- (?P<word>run|needs): (?P<what>.+?) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$",
-    re.MULTILINE | re.DOTALL,
-)
 TARGET = re.compile(r"^([a-z-]+):.*## ", re.MULTILINE)
 # What a line may begin with; everything else would need a rule of its own here.
 ANYWHERE = frozenset({"make", "moe-serve"})
@@ -32,33 +27,10 @@ ON_A_CLUSTER = ANYWHERE | {"ray"}
 NEEDS = frozenset({"a cluster"})
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, its mark ("run" or "needs" and of what) and its lines."""
-
-    kind: str
-    word: str
-    what: str
-    text: str
-
-    @property
-    def commands(self) -> list[list[str]]:
-        """Words of each command line, without comments."""
-        lines = (shlex.split(line, comments=True) for line in self.text.splitlines())
-        return [words for words in lines if words]
-
-
-def blocks(text: str) -> list[Block]:
-    """Return every fenced block of a page, in order."""
-    return [
-        Block(found["kind"], found["word"] or "", found["what"] or "", found["text"])
-        for found in BLOCK.finditer(text)
-    ]
-
-
-ALL = blocks(README.read_text(encoding="utf-8"))
+ALL = blocks_of("README.md")
 SHELL = [block for block in ALL if block.kind == "sh"]
-PYTHON = [block for block in ALL if block.kind == "python"]
+PYTHON = [block for block in [*ALL, *blocks_of("docs/tutorial.md")] if block.kind == "python"]
+CLIENT, MODEL = PYTHON
 
 
 def command_problem(words: list[str], *, cluster: bool) -> str:
@@ -110,8 +82,7 @@ def what_a_shell_says(text: str, state: Path) -> str:
 
 def test_blocks_are_found() -> None:
     assert len(SHELL) >= 5
-    assert len(PYTHON) == 2
-    assert len(ALL) == len(SHELL) + len(PYTHON)
+    assert len(ALL) == len(SHELL)
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: block.text.splitlines()[0])
@@ -120,11 +91,7 @@ def test_a_shell_block_is_executed_or_marked(block: Block) -> None:
     if block.word == "needs":
         assert block.what in NEEDS
     elif block.what != HERE:
-        runner = ROOT / block.what
-        assert runner.is_file(), f"{block.what} runs this block but is not there"
-        text = runner.read_text(encoding="utf-8")
-        absent = [words[1] for words in block.commands if not re.search(rf"\b{words[1]}\b", text)]
-        assert absent == [], f"{block.what} does not run these"
+        assert runner_problem(block) == ""
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: block.text.splitlines()[0])
@@ -215,22 +182,16 @@ def call_problems(text: str) -> list[str]:
 @pytest.mark.parametrize("block", PYTHON, ids=["client", "model"])
 @pytest.mark.timeout(120)  # transformers takes seconds to import
 def test_a_python_block_names_what_exists(block: Block) -> None:
-    compile(block.text, "README.md", "exec")
+    assert block.word == "run"
+    assert runner_problem(block) == ""
+    compile(block.text, block.page, "exec")
     assert call_problems(block.text) == []
 
 
 def test_a_wrong_call_is_seen() -> None:
-    text = PYTHON[0].text
+    text = CLIENT.text
     assert call_problems(text.replace("phase=", "phaze="))
     assert call_problems(text.replace("client.spec()", "client.spec(1, 2)"))
     assert call_problems(text.replace("client.spec()", "client.specs()"))
     with pytest.raises(AttributeError):
         call_problems(text.replace("Client, Phase", "Client, Fase"))
-
-
-def test_marks_are_read() -> None:
-    page = "a\n\n<!-- needs: a cluster -->\n```sh\nray up x\n```\n\n```python\nx = 1\n```\n"
-    assert [(block.kind, block.word, block.what) for block in blocks(page)] == [
-        ("sh", "needs", "a cluster"),
-        ("python", "", ""),
-    ]

@@ -25,7 +25,11 @@ STAYS_BEHIND = frozenset({"placement/ruff.toml"})
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("dist")
     done = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), "."],
+        # Not isolated: that would fetch the build's tools from an index.
+        [
+            *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
+            *("--quiet", "--disable-pip-version-check", "-w", str(out), "."),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -32,9 +32,10 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--mute-audio",
     "--no-proxy-server",
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
     "--remote-debugging-port=0",
 )
+NAMES = "MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost"
+"""How names are resolved: none that is not of this machine."""
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 60.0
 
@@ -49,13 +50,17 @@ class PageError(AssertionError):
 
 
 class Tab:
-    """One tab. `errors` collects what the page threw and what it wrote as an error."""
+    """One tab. `errors` collects what the page threw and what it wrote as an error; `sent` and
+    `answered`, once `network` was called, each request as (method, URL) and its status, by the
+    browser's id, also where no script may see it."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._next = 0
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self.errors: list[str] = []
+        self.sent: dict[str, tuple[str, str]] = {}
+        self.answered: dict[str, int] = {}
         self._reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -68,6 +73,11 @@ class Tab:
                 details = data["params"]["exceptionDetails"]
                 thrown = details.get("exception", {}).get("description", details["text"])
                 self.errors.append(thrown)
+            elif data.get("method") == "Network.requestWillBeSent":
+                request = data["params"]["request"]
+                self.sent[data["params"]["requestId"]] = request["method"], request["url"]
+            elif data.get("method") == "Network.responseReceivedExtraInfo":
+                self.answered[data["params"]["requestId"]] = data["params"]["statusCode"]
             elif data.get("method") == "Log.entryAdded":
                 entry = data["params"]["entry"]
                 if entry["level"] == "error":
@@ -91,6 +101,10 @@ class Tab:
         await self.call("Log.enable")
         await self.resize(width, height, scale)
         await self.call("Page.navigate", url=url)
+
+    async def network(self) -> None:
+        """Note requests and answers from here on."""
+        await self.call("Network.enable")
 
     async def resize(self, width: int, height: int, scale: float = 1) -> None:
         """Change the window."""
@@ -179,12 +193,14 @@ class Tab:
 
 
 @contextlib.asynccontextmanager
-async def browser_tab(program: str) -> AsyncIterator[Tab]:
-    """A fresh browser with one tab; both are gone, with the profile, afterwards."""
+async def browser_tab(program: str, names: str = NAMES) -> AsyncIterator[Tab]:
+    """A fresh browser with one tab; both are gone, with the profile, afterwards. names: rules by
+    which it resolves them."""
     with tempfile.TemporaryDirectory(prefix="moe-serve-page-", ignore_cleanup_errors=True) as home:
         process = await asyncio.create_subprocess_exec(
             program,
             *FLAGS,
+            f"--host-resolver-rules={names}",
             f"--user-data-dir={home}",
             "about:blank",
             stdout=asyncio.subprocess.DEVNULL,

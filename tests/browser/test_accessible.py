@@ -31,7 +31,10 @@ async def test_no_view_has_a_serious_finding(theme: str) -> None:
         # Evaluated through the debugger: the page's policy lets no foreign script run.
         await r.tab.ask(source + "; true")
         views = [f"#view={name}" for name in VIEWS]
-        views += ["#view=overview&mode=change&hottest=1&expert=1.2", "#view=moves&moves=done"]
+        views += [
+            "#view=overview&mode=change&hottest=1&expert=1.2",
+            "#view=moves&moves=done&since=all",
+        ]
         for fragment in views:
             await r.go(fragment)
             await r.tab.until("document.querySelector('#view .card h2, #view .card') !== null")
@@ -49,6 +52,9 @@ async def test_no_view_has_a_serious_finding(theme: str) -> None:
             "document.querySelector('[data-figure=paused], .banner .problem') !== null"
         )
         assert await r.tab.ask(RUN) == [], f"{theme}: operator and banner"
+        await r.go("#view=why")
+        await r.tab.until("document.querySelector('[data-figure=wrong]') !== null")
+        assert await r.tab.ask(RUN) == [], f"{theme}: what else is wrong"
 
 
 async def test_tabs_are_walked_by_arrow_keys() -> None:

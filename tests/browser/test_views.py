@@ -301,6 +301,35 @@ async def test_why_slow_names_the_scripted_causes() -> None:
         await r.tab.until("document.querySelector('.strip')?.innerText.includes('hot expert')")
 
 
+async def test_nothing_is_slow_does_not_stand_alone_where_something_is_wrong() -> None:
+    problems = ["no target placement could be computed for 74 s; see to it", "rank 3 is lost"]
+    async with rig(fragment="#view=why") as r:
+        wrong = "[...document.querySelectorAll('[data-figure=wrong]')].map((p) => p.innerText)"
+        await r.tab.until(
+            "document.querySelector('[data-figure=verdict]')?.innerText.includes('Nothing is slow')"
+        )
+        assert await r.tab.ask(wrong) == []
+        r.service.script.problems += problems
+        r.service.state = "degraded"
+        r.service.tell()
+        await r.tab.until(f"{wrong}.length === 2")
+        assert "Nothing is slow" in await r.text("[data-figure=verdict]")
+        first, second = await r.tab.ask(wrong)
+        assert first.endswith(f"But something is wrong: {problems[0]}")
+        assert second.endswith(problems[1])
+        banner = await r.text(".banner")
+        assert all(text in banner for text in problems)
+
+        await r.go("#view=overview")
+        await r.tab.until(f"{wrong}.length === 1")
+        assert (await r.text(".strip [data-figure=wrong]")).endswith(f"{problems[0]} (and 1 more)")
+
+        r.service.script.problems.clear()
+        r.service.state = "steady"
+        r.service.tell()
+        await r.tab.until(f"{wrong}.length === 0")
+
+
 async def test_the_memory_of_ranks_is_said_in_words() -> None:
     async with rig(fragment="#view=devices&layer=1") as r:
         moves = r.service.begin_plan()

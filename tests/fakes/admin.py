@@ -32,6 +32,7 @@ def make_move(
     cross_node: bool = False,
     reason: str = "",
     gain_s_per_s: float = 0.0,
+    room: Sequence[pb.Removed] = (),
 ) -> pb.Move:
     return pb.Move(
         move_id=move_id,
@@ -46,6 +47,7 @@ def make_move(
         reason=reason,
         gain_s_per_s=gain_s_per_s,
         state=state,
+        room=room,
     )
 
 
@@ -98,6 +100,7 @@ def make_placement(**fields: object) -> pb.GetPlacementResponse:
         network="loopback",
         uptime_s=75.0,
         moves_done={"replicate": 3, "migrate": 1},
+        replicas_replaced=2,
         ranks=ranks,
         routers=[router],
     )
@@ -157,6 +160,7 @@ def make_plan() -> pb.PlanView:
                 cross_node=True,
                 reason="3.1 x fair share on rank 0",
                 gain_s_per_s=0.0123,
+                room=[pb.Removed(layer=1, expert=3, rank=1)],
             ),
             make_move(1, pb.MOVE_KIND_MIGRATE, source_rank=1, target_rank=0, reason="frees rank 1"),
             make_move(2, pb.MOVE_KIND_EVICT, copy_bytes=0, reason="[idle] for 6 windows"),

@@ -57,6 +57,8 @@ class Script:
     simulated: bool = True
     seed: int = 1
     problems: list[str] = field(default_factory=list)
+    up_s: float = 0.0
+    """Seconds for which it has run already."""
 
 
 class FakePlacementService(PlacementCommands, placement_pb2_grpc.PlacementServiceServicer):
@@ -68,10 +70,11 @@ class FakePlacementService(PlacementCommands, placement_pb2_grpc.PlacementServic
         self.rng = np.random.default_rng(s.seed)
         self.state = "steady"
         self.term, self.epoch, self.window = 1, 1, 0
-        self.began_s = time.monotonic()
+        self.began_s = time.monotonic() - s.up_s
         self.records: list[pb.DecisionRecord] = []
         self.moves: list[pb.Move] = []
         self.done = {"replicate": 0, "migrate": 0, "evict": 0}
+        self.replaced = 0
         self.plans = 0
         self.load: pb.GetLoadResponse | None = None
         self.load_closed_s = 0.0
@@ -310,6 +313,7 @@ class FakePlacementService(PlacementCommands, placement_pb2_grpc.PlacementServic
             uptime_s=time.monotonic() - self.began_s,
             moves=self.moves,
             moves_done=self.done,
+            replicas_replaced=self.replaced,
             ranks=[self._rank(rank) for rank in range(s.ranks)],
             routers=[self._router()],
         )
@@ -418,6 +422,8 @@ class FakePlacementService(PlacementCommands, placement_pb2_grpc.PlacementServic
             sent += len(fresh)
             for record in fresh:
                 yield pb.WatchEventsResponse(record=record)
+            if request.no_follow:
+                return
             await news.wait()
 
 

@@ -1,11 +1,13 @@
-"""The commands of README as processes: up, a client in another process, status, plan, apply,
-events, down; and every refusal of `up`, which leaves nothing running."""
+"""The commands of README, the tutorial and "how to operate" on a service that `up` started: those
+of the pages as they stand there, and up, down and what is refused as processes of their own."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,9 @@ import pytest
 import yaml
 
 from tests.cli_process import ROOT, Shell, said, the_refusal
+from tests.doc_blocks import Block, blocks_of, marked
 from tests.front_end_process import tiny_oracle, tiny_rows
+from tests.page_shell import PageShell
 from tests.service_cluster import wait_until
 from tests.traffic import Source, Traffic, Workload, draw
 
@@ -24,14 +28,29 @@ CALLS = 80
 FOUR_HOT = Workload(lambda rng: draw(rng, tiny_rows, layers=4, experts=4, top_k=4), tiny_oracle())
 """Of the tiny model's experts only four of each layer."""
 DOWN_PORT = "127.0.0.1:1"
+THIS = "tests/integration/test_cli_flow.py"
+README, TUTORIAL, OPERATE = "README.md", "docs/tutorial.md", "docs/how-to/operate.md"
+BY_THE_FIXTURE = (
+    f"moe-serve up -f {EXAMPLE}",
+    "moe-serve up -f mine.yaml",
+    "moe-serve up -f FILE",
+    "moe-serve down -y",
+)
+"""Lines that the fixture `service` runs, with its own file or the tutorial's, which is the same."""
+TRACE = "moe_serve/demo/traces/tiny_moe_requests.npz"
+LOOKING = ("Is it well?", "Why is it slow", "What is hot", "Load for a trial", "Afterwards: replay")
+MOVING = ("Memory", "What moved, and why", "Moving by hand")
+BACK = ("Back to an earlier placement, or to a given one", "Placements of other engines")
 
 
 @dataclass
 class Up:
-    """The example, brought up by the command on a Ray cluster of its own."""
+    """The example, brought up by the command on a Ray cluster of its own. `first`: the placement
+    that it began with, exported."""
 
     shell: Shell
     record: dict[str, Any]
+    first: Path
 
     @property
     def ray_token(self) -> dict[str, str]:
@@ -45,7 +64,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """Up once for the module; down at its end, when nothing of it may be left."""
     with Shell(tmp_path_factory.mktemp("user")).cleaned() as shell:
         record = shell.data("up", "-f", EXAMPLE)
-        yield Up(shell, record)
+        first = shell.folder / "first.json"
+        assert shell.data("export", "-f", str(first))["replicas"] > 0
+        yield Up(shell, record, first)
         started = shell.processes()
         assert set(record["ray_pids"]) <= set(started)
         done = shell.cli("down", "tiny-moe", "-y")
@@ -122,6 +143,7 @@ def test_a_client_in_another_process_then_plan_apply_and_back(paused: Up, tmp_pa
     assert found["asked"] == found["of"] == 128
     assert found["routers"] == sorted(routers)
 
+    as_at_first(paused)
     before = shell.data("status")
     with Traffic([Source(routers[0], stream=True, pause_s=0.01)], FOUR_HOT):
         plan = wait_until(
@@ -167,7 +189,7 @@ def test_heat_and_load_of_a_running_service(service: Up, tmp_path: Path) -> None
         top = shell.data("top", "experts", "-n", "3")
         return top["rows"] if top["rows"][0]["pairs"] else None
 
-    with_load = shell.cli("bench", "--seconds", "8", "--rate", "40", "--closed", "2", "-o", "yaml")
+    with_load = shell.cli("bench", "--seconds", "8", "--closed", "2", "-o", "yaml")
     assert with_load.returncode == 0, said(with_load)
     assert yaml.safe_load(with_load.stdout)["loop"] == "closed"
     with Traffic(
@@ -203,6 +225,128 @@ def test_a_budget_falls_and_rises_and_never_below_what_is_needed(paused: Up) -> 
     finally:
         assert shell.data("budget", "0", "41slots")["num_slots"] == 41
     assert "budget" in shell.cli("events").stdout
+
+
+# -- pages, as they stand --------------------------------------------------------------------------
+
+
+def page_shell(service: Up, folder: Path) -> PageShell:
+    """Files that the pages name lie in `folder`, and words in capitals stand for what is here."""
+    state = service.shell.folder / "state/moe-serve/tiny-moe"
+    places = {
+        "~/.local/state/moe-serve/NAME": str(state),
+        "TRACE.npz": str(ROOT / TRACE),
+        "trace.npz": str(ROOT / TRACE),
+        "127.0.0.1:50051": service.record["router_addresses"][0],
+        "RANK": "0",
+        "3-60": "3-6",
+    }
+    codes = {f"moe-serve {what} --check": (0, 5) for what in ("status", "explain")}
+    return PageShell(service.shell, folder, places, codes, BY_THE_FIXTURE)
+
+
+def as_at_first(service: Up) -> None:
+    """Everything lies where it lay when the service began."""
+    assert service.shell.data("import", str(service.first), "-y") is not None
+    wait_until("nothing moves", lambda: not moving(service.shell.data("status")))
+
+
+def sections(page: str, names: tuple[str, ...]) -> list[Block]:
+    found = {block.section: block for block in marked(page, THIS)}
+    return [found[name] for name in names]
+
+
+def some_load(service: Up) -> Traffic:
+    """Few experts are hot."""
+    first = service.record["router_addresses"][0]
+    return Traffic([Source(first, stream=True, pause_s=0.01)], FOUR_HOT)
+
+
+def there_is_a_plan(service: Up) -> None:
+    wait_until("a plan that moves something", lambda: service.shell.data("plan")["moves"])
+
+
+def test_every_block_of_how_to_operate_is_in_a_test_below() -> None:
+    here = [block.section for block in marked(OPERATE, THIS)]
+    assert sorted(here) == sorted((*LOOKING, *MOVING, *BACK))
+
+
+def test_looking_as_the_page_says(service: Up, tmp_path: Path) -> None:
+    pages = page_shell(service, tmp_path / "there")
+    with some_load(service):
+        for block in sections(OPERATE, LOOKING):
+            pages.block(block)
+    assert (pages.folder / "heat.png").read_bytes().startswith(b"\x89PNG")
+    assert len((pages.folder / "heat.csv").read_text().splitlines()) == 1 + 4 * 32
+
+
+def test_moving_and_back_as_the_page_says(paused: Up, tmp_path: Path) -> None:
+    shell, pages = paused.shell, page_shell(paused, tmp_path / "there")
+    as_at_first(paused)
+    memory, *moving_blocks = sections(OPERATE, MOVING)
+    with some_load(paused):
+        # Evicts two, so that there is something for `events --rule evict` to say.
+        pages.block(memory)
+        wait_until("two have gone", lambda: filled(shell.data("status"), 0) <= 38)
+        there_is_a_plan(paused)
+        for block in moving_blocks:
+            pages.block(block)
+        shell.data("pause")
+        wait_until("nothing moves", lambda: not moving(shell.data("status")))
+        assert shell.data("budget", "0", "41slots")["num_slots"] == 41
+    pages.places["PLAN"] = pages.places["PLAN_ID"]
+    back, others = sections(OPERATE, BACK)
+    pages.block(back)
+    as_at_first(paused)
+    pages.block(others)
+    for name in ("location.json", "map.json", "load_balancer.yaml"):
+        assert (pages.folder / name).stat().st_size > 100
+
+
+def test_the_tutorial(paused: Up, tmp_path: Path) -> None:
+    """From its service file to its last question, in order."""
+    pages = page_shell(paused, tmp_path / "there")
+    pages.folder.mkdir()
+    files = {"yaml": "mine.yaml", "python": "client.py"}
+    walk = [block for block in blocks_of(TUTORIAL) if block.what == THIS or block.kind == "yaml"]
+    as_at_first(paused)
+    with contextlib.ExitStack() as stack:
+        for block in walk:
+            if block.kind in files:
+                (pages.folder / files[block.kind]).write_text(block.text)
+            elif block.text == "python client.py\n":
+                stack.enter_context(client_running(pages))
+                there_is_a_plan(paused)
+            else:
+                pages.block(block)
+    written = yaml.safe_load((pages.folder / "mine.yaml").read_text())
+    assert written == yaml.safe_load((ROOT / EXAMPLE).read_text())
+
+
+@contextlib.contextmanager
+def client_running(pages: PageShell) -> Iterator[None]:
+    """The tutorial's client in the background. It must have lived until it is ended."""
+    with subprocess.Popen(
+        [sys.executable, "client.py"],
+        cwd=pages.folder,
+        env=pages.shell.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as client:
+        try:
+            assert client.stdout is not None
+            assert client.stdout.readline() == "4 layers of 32 experts\n"
+            yield
+            assert client.poll() is None
+        finally:
+            client.kill()
+
+
+def test_readme_asks_what_it_says(service: Up, tmp_path: Path) -> None:
+    pages = page_shell(service, tmp_path / "there")
+    with some_load(service):
+        for block in marked(README, THIS):
+            pages.block(block)
 
 
 def test_s17_no_secret_in_a_command_line_an_environment_or_what_is_kept(service: Up) -> None:

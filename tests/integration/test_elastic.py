@@ -19,6 +19,8 @@ import pytest
 from moe_serve.cli.rolling import Clock, PartGroup, Roll
 from moe_serve.config import ServiceConfig
 from moe_serve.errors import FailedPrecondition, MoeServeError
+from tests.cli_process import Shell
+from tests.doc_blocks import Block, marked
 from tests.marker_checkpoint import (
     EXPERTS,
     LAYERS,
@@ -27,9 +29,11 @@ from tests.marker_checkpoint import (
     marker_rows,
     write_marker_checkpoint,
 )
+from tests.page_shell import PageShell
 from tests.service_cluster import Placement, Service, part_pids, service_config, wait_until
 from tests.traffic import Source, Traffic, Workload, draw
 
+THIS = "tests/integration/test_elastic.py"
 SLOTS = 18
 """One rank can hold all 16 experts, so that two on a node can do without either."""
 KEYS = LAYERS * EXPERTS
@@ -131,7 +135,19 @@ def settled(placement: Placement) -> bool:
     return placement.state in ("steady", "moving", "planning") and not placement.missing
 
 
-def test_a_rank_leaves_and_comes_back_and_another_joins(service: Service) -> None:
+def page(section: str) -> Block:
+    """A section's block of the page on how to operate."""
+    (block,) = [b for b in marked("docs/how-to/operate.md", THIS) if b.section == section]
+    return block
+
+
+def said_by(service: Service, scratch: Path, words: list[str], **places: str) -> str:
+    """What a command of the page says. `places`: what stands for its words in capitals."""
+    shell = Shell(scratch / "user", extra={"MOE_SERVE_ADDRESS": service.deployed.admin_address})
+    return PageShell(shell, scratch / "files", places).command(words)
+
+
+def test_a_rank_leaves_and_comes_back_and_another_joins(service: Service, scratch: Path) -> None:
     start = have_on_b(service, 1)
     new = len(start.ranks)
     with pytest.raises(FailedPrecondition, match=r"1 failure domain\(s\) instead of 2"):
@@ -170,11 +186,12 @@ def test_a_rank_leaves_and_comes_back_and_another_joins(service: Service) -> Non
         assert [r.node for r in joined.ranks[:3]] == ["a", "a", "b"]
         assert joined.ranks[new + 1].node == "b"
         assert joined.ranks[1].incarnation > start.ranks[1].incarnation
-        service.admin.drain(2)
+        drain, undrain = page("Maintenance of a machine").commands
+        said_by(service, scratch, drain, RANK="2")
         service.wait(
             "the new rank holds node b's share", lambda p: held(p, new + 1) == KEYS and settled(p)
         )
-        service.admin.undrain(2)
+        said_by(service, scratch, undrain, RANK="2")
     service.wait_quiet()
 
 
@@ -215,3 +232,28 @@ def test_every_part_is_replaced_and_a_roll_that_fails_leaves_the_rest_serving(
         assert any("rank 0 does not start" in problem for problem in stopped.problems)
     away.rename(checkpoint)
     service.wait("rank 0 is back by itself", lambda p: state(p, 0) == "up" and not p.problems)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_fleet_grows_shrinks_and_rolls_as_the_page_says(service: Service, scratch: Path) -> None:
+    start = have_on_b(service, 1)
+    new, node = len(start.ranks), start.ranks[0].node
+    grow, on_group, on_node, shrink, again = page("A fleet that grows and shrinks").commands
+    with traffic_through(service):
+        for count, words in enumerate((grow, on_group, on_node)):
+            assert f"rank {new + count}" in said_by(service, scratch, words, NODE=node)
+        nodes = service.wait(
+            "three joined", lambda p: all(state(p, new + n) == "up" for n in range(3))
+        )
+        assert [nodes.ranks[new + n].node for n in range(3)] == ["a", "b", node]
+        said_by(service, scratch, shrink, RANK=str(new))
+        service.wait("it has left", lambda p: state(p, new) == "removed" and settled(p))
+        said_by(service, scratch, again, RANK=str(new))
+        service.wait("it is back", lambda p: state(p, new) == "up" and settled(p))
+        for words in page("A new version, part by part").commands:
+            assert "controller" in said_by(service, scratch, words)
+        for count in range(3):
+            service.admin.remove_rank(new + count, True)
+            service.wait("it left", lambda p, n=new + count: state(p, n) == "removed")
+    service.wait_quiet()

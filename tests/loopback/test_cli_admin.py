@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,12 @@ from tests.fakes.placement_service import FakePlacementService, serve
 
 
 class Recorder(FakePlacementService):
-    """Ends a stream of records where the caller wants no more, as a controller does."""
+    """Says that it is too early where no window has closed, as a controller does."""
 
     async def GetLoad(self, request: Any, context: Any) -> pb.GetLoadResponse:
         if self.load is None:
             await abort(context, Unavailable("no load window has closed yet"))
         return await super().GetLoad(request, context)
-
-    async def WatchEvents(
-        self, request: Any, context: Any
-    ) -> AsyncIterator[pb.WatchEventsResponse]:
-        assert request.no_follow
-        for record in self.records:
-            yield pb.WatchEventsResponse(record=record)
 
 
 @dataclass

@@ -85,6 +85,48 @@ async def test_moves_come_in_pages_with_what_their_plan_brought() -> None:
         assert (await r.get("api/v1/moves", headers=tag))[0] == 200
 
 
+async def test_moves_and_decisions_of_the_last_seconds_are_asked_for() -> None:
+    async with rig() as r:
+        r.service.began_s -= 3600.0  # the controller has run for an hour
+        await live(r)
+        old = r.service.begin_plan()
+        r.service.finish_plan()
+        for move in old:
+            move.started_at_s -= 300.0
+            move.ended_at_s -= 280.0
+        for one in r.service.records:
+            one.wall_time_s -= 300.0
+            one.at_s -= 300.0
+        new = r.service.begin_plan()
+        r.service.tell()
+        both = len(old) + len(new)
+        await r.until("api/v1/moves", lambda m: len(m["moves"]) == both)
+        events = await r.until("api/v1/events", lambda e: len(e["records"]) == 3)
+
+        async def moves(**query: int) -> list[str]:
+            path = "api/v1/moves?" + "&".join(f"{name}={n}" for name, n in query.items())
+            return [move["plan_id"] for move in (await r.json(path))["moves"]]
+
+        assert await moves(since_s=60) == [new[0].plan_id] * len(new)
+        assert await moves(since_s=0) == await moves(since_s=7 * 24 * 3600) == await moves()
+        assert len(await moves(since_s=60, limit=1)) == 1
+        assert await moves(since_s=260) == await moves(since_s=60)
+        assert len(await moves(since_s=340)) == both
+        newest = (await r.json("api/v1/moves"))["version"]
+        assert await moves(since_s=60, after=newest) == []
+
+        recent = await r.json("api/v1/events?since_s=60")
+        assert recent["records"] == events["records"][2:]
+        assert recent["last"] == events["last"]
+        assert len((await r.json("api/v1/events?since_s=340"))["records"]) == 3
+        assert len((await r.json("api/v1/events?since_s=340&limit=1&after=1"))["records"]) == 1
+        for path in ("moves", "events"):
+            for value in ("-1", "1.5", "", "60s", "1e3", str(7 * 24 * 3600 + 1)):
+                status, error = await error_of(r, f"api/v1/{path}?since_s={value}")
+                assert (status, error["field"]) == (400, "since_s"), value
+                assert "from 0 to 604800" in error["message"]
+
+
 async def test_a_plan_is_drawn_before_and_after_without_arithmetic() -> None:
     async with rig() as r:
         assert (await r.json("api/v1/plan"))["plan"] is None
@@ -529,3 +571,45 @@ async def test_every_route_is_described_and_every_description_is_a_route() -> No
     assert described - routes == set()
     ids = [one["operationId"] for item in document["paths"].values() for one in item.values()]
     assert len(set(ids)) == len(ids)
+
+
+async def test_what_has_a_tag_is_sent_once_and_what_has_none_says_why() -> None:
+    async with rig(answers_kept_s=1e6) as r:
+        await live(r, windows=2)
+        moves = r.service.begin_plan()
+        r.service.finish_plan()
+        r.service.tell()
+        await r.until("api/v1/moves", lambda m: len(m["moves"]) == len(moves))
+        await r.until("api/v1/events", lambda e: e["last"] == len(r.service.records))
+        await r.until("api/v1/placement", lambda p: p["epoch"] == r.service.epoch)
+        paths = (await r.json("api/v1/openapi.json"))["paths"]
+        asked = {path: item["get"] for path, item in paths.items() if "get" in item}
+        del asked["/api/v1/stream"]  # has no end
+        untagged = {path for path, one in asked.items() if "304" not in one["responses"]}
+        assert untagged == {"/api/v1/status", "/api/v1/explain", "/api/v1/session"}
+        for path, one in asked.items():
+            query = "?layer=0&expert=0" if path == "/api/v1/expert" else ""
+            first, headers, body = await r.get(path.removeprefix("/") + query)
+            assert first == 200, path
+            assert ("ETag" in headers) == (path not in untagged), path
+            assert ("no ETag" in one["summary"]) == (path in untagged), path
+            if path in untagged:
+                continue
+            kept = {"If-None-Match": headers["ETag"]}
+            again, same, nothing = await r.get(path.removeprefix("/") + query, headers=kept)
+            assert (again, same["ETag"], nothing) == (304, headers["ETag"], b""), path
+            assert body
+
+
+async def test_the_tag_of_a_history_changes_with_what_it_tells() -> None:
+    async with rig() as r:
+        await live(r)
+        tags = {}
+        for path in ("api/v1/history", "api/v1/events"):
+            tags[path] = (await r.get(path))[1]["ETag"]
+        r.service.record("in_balance", "kept", "gain below band")
+        await live(r)
+        await r.until("api/v1/events", lambda e: e["last"] == len(r.service.records))
+        for path, tag in tags.items():
+            status, headers, _ = await r.get(path, headers={"If-None-Match": tag})
+            assert (status, headers["ETag"] != tag) == (200, True), path

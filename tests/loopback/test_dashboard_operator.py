@@ -576,20 +576,20 @@ async def test_a_web_socket_from_elsewhere_is_refused_and_ours_is_none() -> None
 
 async def test_other_sites_may_link_to_the_page_and_nothing_else() -> None:
     async with guarded() as r:
-        link = {
-            "Sec-Fetch-Site": "cross-site",
-            "Sec-Fetch-Mode": "navigate",
-            "Sec-Fetch-Dest": "document",
-        }
-        assert (await r.get("", headers=link))[0] == 200
-        for path in ("api/v1/frame", "static/app.js"):
-            assert (await r.get(path, headers=link))[0] == 403
-        for change in ({"Sec-Fetch-Dest": "iframe"}, {"Sec-Fetch-Mode": "no-cors"}):
-            assert (await r.get("", headers=link | change))[0] == 403
         operator = Browser(r)
         await operator.login()
         # Another port of this machine is the same site, and another origin all the same.
         for site in ("same-site", "cross-site"):
+            link = {
+                "Sec-Fetch-Site": site,
+                "Sec-Fetch-Mode": "navigate",
+                "Sec-Fetch-Dest": "document",
+            }
+            assert (await r.get("", headers=link))[0] == 200
+            for path in ("api/v1/frame", "api/v1/explain", "static/app.js"):
+                assert (await r.get(path, headers=link))[0] == 403
+            for change in ({"Sec-Fetch-Dest": "iframe"}, {"Sec-Fetch-Mode": "no-cors"}):
+                assert (await r.get("", headers=link | change))[0] == 403
             assert (await operator.command("pause", **{"Sec-Fetch-Site": site}))[0] == 403
         assert commanded(r) == []
         ours = {"Sec-Fetch-Site": "same-origin", "Origin": r.url.rstrip("/")}

@@ -50,6 +50,23 @@ async def test_a_controller_that_is_restarted_is_followed_on_and_nothing_is_told
 
 
 @pytest.mark.asyncio
+async def test_a_window_that_does_not_fit_its_shape_is_not_kept_and_ends_nothing() -> None:
+    service = FakePlacementService()
+    service.close_window()
+    assert service.load is not None
+    service.load.executed = service.load.executed[:-8]
+    server, address = await serve(service)
+    watcher = Watcher(address, lambda _record: None)
+    watcher.start()
+    await until(lambda: service.calls.count("WatchLoad") > 1)
+    assert watcher.seen.windows == {}
+    service.close_window()
+    await until(lambda: set(watcher.seen.windows) == {2})
+    await asyncio.to_thread(watcher.stop)
+    await server.stop(0)
+
+
+@pytest.mark.asyncio
 async def test_time_in_which_moves_run_is_one_span_a_plan_and_ends_with_the_demo() -> None:
     service = FakePlacementService()
     server, address = await serve(service)

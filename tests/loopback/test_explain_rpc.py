@@ -152,6 +152,7 @@ async def test_a_plan_is_explained_from_its_beginning_to_what_it_brought(tmp_pat
         done = await stub.ExplainPlan(pb.ExplainPlanRequest())
         assert done.plan.plan_id == plan.plan_id
         assert {m.state for m in done.plan.moves} == {pb.MOVE_STATE_DONE}
+        assert all(0.0 < m.started_at_s <= m.ended_at_s for m in done.plan.moves)
         assert {r.plan_id for r in done.records} == {plan.plan_id}
         assert "plan_done" in [r.rule for r in done.records]
         for unknown in ("9-9", "x" * 300):

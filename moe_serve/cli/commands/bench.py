@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moe_serve.bootstrap.record import read_record
+from moe_serve.cli.beside import refuse_beside
 from moe_serve.cli.exits import CannotReach, ExitCode
 from moe_serve.cli.options import INT32_MAX, OutputOption, Reach, ServiceOption
 from moe_serve.cli.output import Output, OutputFormat
@@ -30,11 +31,13 @@ KNOW = "--i-know"
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """Where requests go, and what lets them in; empty = not needed."""
+    """Where requests go, and what lets them in; empty = not needed. of_record: whether a recorded
+    service is there."""
 
     addresses: tuple[str, ...]
     token: str = ""
     tls_ca: Path | None = None
+    of_record: bool = False
 
     def __repr__(self) -> str:  # a token must not reach a traceback
         return f"Routers({self.addresses!r})"
@@ -122,10 +125,15 @@ def bench(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
     from moe_serve.bench import BenchLoad
 
     out = Output(output)
-    if trace is not None and shift:
-        raise InvalidArgument("--trace and --shift both say which experts are hot; give one")
+    if trace is not None:
+        refuse_beside(ctx, ("zipf", "shift"), "--trace", "it says which experts are hot; give one")
+    if closed:
+        refuse_beside(ctx, ("rate",), "--closed", "callers send again once answered; give one")
     reach = ctx.find_object(Reach) or Reach()
     routers = _routers(tuple(address or ()), service, reach.token_file, reach.tls_ca)
+    if not routers.of_record:
+        why = "they are not the recorded ones of that service; give one"
+        refuse_beside(ctx, ("service",), ", ".join(routers.addresses), why)
     _check_near(routers.addresses, i_know)
     load = BenchLoad(
         rate_per_s=rate,
@@ -181,16 +189,18 @@ def _routers(
     except NotFound as error:
         if not addresses:
             raise CannotReach(error.message) from error
+        of_record = False
     else:
         known = set(record.router_addresses)
         if not addresses and not known:
             raise CannotReach(f"service {record.service} is being started; wait")
-        if not addresses or set(addresses) <= known:
+        of_record = set(addresses) <= known
+        if of_record:
             addresses = addresses or record.router_addresses
             token_file = token_file or (Path(record.token_file) if record.token_file else None)
             tls_ca = tls_ca or (Path(record.tls_ca_file) if record.tls_ca_file else None)
     token = "" if token_file is None else TokenFile(token_file).token(Role.DISPATCH)
-    return Routers(addresses, token, tls_ca)
+    return Routers(addresses, token, tls_ca, of_record)
 
 
 def _check_near(addresses: Sequence[str], i_know: bool) -> None:

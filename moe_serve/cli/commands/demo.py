@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from moe_serve.cli.options import OutputOption
+from moe_serve.cli.output import Output, OutputFormat
 
 
 class Injection(StrEnum):
@@ -36,10 +39,12 @@ def demo(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Not the text, only how it goes and the summary.")
     ] = False,
+    output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Let a real model write text on this machine and watch its experts move.
 
-    Ctrl-C ends everything it started.
+    Ctrl-C ends everything it started, and then there are no figures. With -o json or yaml they are
+    all of standard output; how it goes is on standard error.
     """
     from moe_serve.demo.options import DemoOptions
     from moe_serve.demo.run import run_demo
@@ -51,4 +56,9 @@ def demo(
         dashboard=dashboard,
         quiet=quiet,
     )
-    raise typer.Exit(run_demo(options))
+    out = Output(output)
+
+    def show(report: dict[str, Any]) -> None:
+        out.data(report, [])
+
+    raise typer.Exit(run_demo(options, show if out.for_programs else None))

@@ -16,8 +16,8 @@ from moe_serve.cli.options import (
     admin_of,
 )
 from moe_serve.cli.output import Output, OutputFormat
-from moe_serve.cli.plain import plain
 from moe_serve.cli.views.events import Fold, event_line, refused_lines
+from moe_serve.documents.views import record_view
 from moe_serve.errors import FieldViolation, InvalidArgument
 from moe_serve.rpc import placement_pb2 as pb
 
@@ -111,7 +111,7 @@ class _Lines:
                 self._count()
                 return
             self._close(said)
-        self._out.line(plain(record), event_line(record))
+        self._out.line(record_view(record), event_line(record))
         if self._why and not self._out.for_programs:
             for line in refused_lines(record):
                 self._out.line(None, line)

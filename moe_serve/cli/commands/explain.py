@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from moe_serve.cli.exits import CannotReach, ExitCode
+from moe_serve.cli.beside import refuse_beside
+from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.options import AddressOption, OutputOption, ServiceOption, admin_of
 from moe_serve.cli.output import Output, OutputFormat
-from moe_serve.cli.plain import plain
-from moe_serve.cli.views.explain import (
-    away_parts,
-    away_plain,
-    explain_parts,
-    explain_plain,
-    plan_parts,
-)
-from moe_serve.errors import FailedPrecondition, InvalidArgument, Unavailable
+from moe_serve.cli.views.explain import away_parts, explain_parts, plan_parts
+from moe_serve.documents.explanation import controller_away, explanation, is_away
+from moe_serve.documents.plans import is_priced, plan_document
+from moe_serve.errors import InvalidArgument, MoeServeError
 from moe_serve.explain.finding import SECONDS_MAX, SLOW
-from moe_serve.explain.words import NO_START
 
 
 class What(StrEnum):
@@ -65,19 +61,27 @@ def explain(  # its parameters are the command's options
         raise InvalidArgument(
             f"PLAN_ID {plan_id!r}: give it after `plan`, `explain plan {plan_id}`"
         )
+    if what is What.PLAN:
+        why = "it tells of the plan and judges nothing; both are of `explain now`"
+        refuse_beside(ctx, ("seconds", "check"), "`explain plan`", why)
     with admin_of(ctx, address, service) as admin:
         if what is What.PLAN:
             plan = admin.explain_plan(plan_id)
-            out.data(plain(plan), plan_parts(plan))
+            out.data(plan_document(plan, priced=is_priced(plan)), plan_parts(plan))
             return
         try:
             answer = admin.explain(seconds)
-        except (CannotReach, Unavailable, FailedPrecondition) as error:
-            # It does not answer, is between two lives, or says that it does not start.
-            if isinstance(error, FailedPrecondition) and NO_START not in error.message:
+        except MoeServeError as error:
+            if not is_away(error):
                 raise
-            out.data(away_plain(error.message), away_parts(error.message))
+            away = controller_away(error.message, wall_s=_wall_s(), age_s=None)
+            out.data(away, away_parts(error.message))
             raise typer.Exit(ExitCode.UNREACHABLE) from error
-    out.data(explain_plain(answer), explain_parts(answer))
+    out.data(explanation(answer, wall_s=_wall_s(), age_s=0.0), explain_parts(answer))
     if check and answer.verdict == SLOW:
         raise typer.Exit(ExitCode.DEGRADED)
+
+
+def _wall_s() -> float:
+    """Seconds since the Unix epoch, now."""
+    return datetime.now(UTC).timestamp()

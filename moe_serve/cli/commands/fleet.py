@@ -8,10 +8,13 @@ from uuid import uuid4
 import typer
 
 from moe_serve.cli.admin import Admin
+from moe_serve.cli.beside import refuse_beside
+from moe_serve.cli.emptying import Emptying, empty_report, wait_until_empty
 from moe_serve.cli.exits import CannotReach
 from moe_serve.cli.options import (
     INT32_MAX,
     AddressOption,
+    EmptyWaitOption,
     OutputOption,
     RankArgument,
     ServiceOption,
@@ -65,6 +68,8 @@ def add_rank(
 
     Its shard is started; experts come to it as soon as that pays.
     """
+    if again is not None:
+        refuse_beside(ctx, ("group", "node"), "--again", "the rank comes back as it was")
     with admin_of(ctx, address, service) as admin:
         answer = add_once(admin, group, node, again, key)
     Output(output).data(plain(answer), [answer.message])
@@ -97,6 +102,7 @@ def remove_rank(
     ctx: typer.Context,
     rank: RankArgument,
     accept_lower_floor: LowerFloorOption = False,
+    wait: EmptyWaitOption = 0.0,
     address: AddressOption = "",
     service: ServiceOption = "",
     output: OutputOption = OutputFormat.TABLE,
@@ -104,11 +110,16 @@ def remove_rank(
     """Empty a rank, then end its shard for good.
 
     Refused where the others cannot hold every expert. `undrain` takes it back until the rank is
-    empty, `add-rank --again` afterwards.
+    empty, `add-rank --again` afterwards. With --wait: until it has left; Ctrl-C ends the wait, not
+    the removal.
     """
+    out = Output(output)
     with admin_of(ctx, address, service) as admin:
         answer = admin.remove_rank(rank, accept_lower_floor)
-    Output(output).data({"rank": rank, **plain(answer)}, [answer.message])
+        found = None
+        if wait:
+            found = wait_until_empty(admin, Emptying(rank, answer.message, leaves=True), wait, out)
+    empty_report(out, {"rank": rank, **plain(answer)}, answer.message, found)
 
 
 def roll(  # noqa: PLR0913, PLR0917  # its parameters are the command's options

@@ -10,9 +10,10 @@ import typer
 from rich.console import Console, RenderableType
 
 from moe_serve.cli.admin import Admin
+from moe_serve.cli.beside import refuse_beside
 from moe_serve.cli.charts.heat import IMAGE_COLOURS, field_image, field_lines, legend
 from moe_serve.cli.charts.png import write_image
-from moe_serve.cli.hotness import Hotness, PhaseChoice, hotness_of
+from moe_serve.cli.hotness import Hotness, hotness_of
 from moe_serve.cli.options import (
     INT32_MAX,
     AddressOption,
@@ -22,9 +23,11 @@ from moe_serve.cli.options import (
     admin_of,
 )
 from moe_serve.cli.output import Output, OutputFormat
-from moe_serve.cli.views.heat import HeatMap, Mode, heat_csv, heat_map, heat_plain, pooled_line
+from moe_serve.cli.views.heat import HeatMap, Mode, heat_map, heat_plain, pooled_line
 from moe_serve.cli.views.top import window_line
 from moe_serve.cli.whole_file import write_whole
+from moe_serve.documents.experts import CSV_COLUMNS, csv_parts
+from moe_serve.documents.window import PhaseChoice
 from moe_serve.errors import InvalidArgument, Unavailable
 from moe_serve.rpc import placement_pb2 as pb
 
@@ -50,9 +53,7 @@ def heat(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
     ] = None,
     csv: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Write layer,expert,pairs,share,replicas; `-` = standard output."
-        ),
+        typer.Option(metavar="FILE", help=f"Write {CSV_COLUMNS}; `-` = standard output."),
     ] = None,
     address: AddressOption = "",
     service: ServiceOption = "",
@@ -67,6 +68,8 @@ def heat(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
     out = Output(output)
     if csv == STANDARD_OUTPUT and out.for_programs:
         raise InvalidArgument(f"--csv - and -o {output.value} both want standard output; give one")
+    if mode is Mode.REPLICAS and csv is None and not out.for_programs:
+        refuse_beside(ctx, ("phase",), "--mode replicas", "replicas serve the tokens of both")
     with admin_of(ctx, address, service) as admin:
         placement = admin.placement()
         load = _load(admin, mode)
@@ -100,10 +103,11 @@ def _load(admin: Admin, mode: Mode) -> pb.GetLoadResponse | None:
 
 
 def _write_csv(file: Path, hot: Hotness, layer: int | None, out: Output) -> None:
+    parts = csv_parts(hot.pairs, hot.ranks_of, layer)
     if file == STANDARD_OUTPUT:
-        sys.stdout.writelines(heat_csv(hot, layer))
+        sys.stdout.writelines(parts)
         return
-    write_whole(file, "".join(heat_csv(hot, layer)).encode(), "--csv")
+    write_whole(file, "".join(parts).encode(), "--csv")
     out.note(f"heat written to {file}")
 
 

@@ -12,7 +12,8 @@ import typer
 
 from moe_serve.cli.admin import Admin
 from moe_serve.cli.again import command_of
-from moe_serve.cli.commands.plan import wait_for_moves
+from moe_serve.cli.beside import refuse_beside
+from moe_serve.cli.commands.plan import COMPUTING, wait_for_moves
 from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.layouts import (
     LayoutFormat,
@@ -25,6 +26,7 @@ from moe_serve.cli.layouts import (
 )
 from moe_serve.cli.options import AddressOption, OutputOption, ServiceOption, admin_of
 from moe_serve.cli.output import Output, OutputFormat
+from moe_serve.cli.progress import bar
 from moe_serve.cli.rolling import NO_ANSWER
 from moe_serve.cli.views.plan import plan_parts, plan_plain
 from moe_serve.errors import (
@@ -49,6 +51,7 @@ UNNUMBERED = (
     "layers are numbered from 0 without a gap; where the model has dense layers, name its MoE "
     "layers with --layers, for the engine counts both"
 )
+NO_DENSE = "it counts MoE layers only"
 
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; for scripts.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show the plan and move nothing.")]
@@ -100,7 +103,8 @@ def rollback(  # noqa: PLR0913, PLR0917  # one parameter an option
     terms.check(out)
     with admin_of(ctx, address, service) as admin:
         placement = admin.placement()
-        answer = admin.plan_to(plan_id)
+        with bar(out, COMPUTING, None):
+            answer = admin.plan_to(plan_id)
         goal = f"the placement before plan {answer.before_plan}"
         command = command_of(ctx, NOT_AGAIN, {"plan_id": answer.before_plan, "yes": ""})
         _carry_out(admin, answer, placement, Goal(goal, command), terms, out)
@@ -125,9 +129,16 @@ def export(
     """Write down what lies where, for this service or another engine.
 
     Engines take a placement in which every rank has as many slots of every layer; any other is
-    refused, and what differs is named. Without -f the file's text goes to stdout.
+    refused, and what differs is named. Without -f the file's text goes to stdout; -o is about what
+    is said of a file.
     """
     out = Output(output)
+    if file is None:
+        refuse_beside(
+            ctx, ("output",), "an export to stdout", "its text is that of the file; give --file"
+        )
+    if form in (LayoutFormat.OWN, LayoutFormat.VLLM):
+        refuse_beside(ctx, ("layers",), f"--format {form.value}", NO_DENSE)
     with admin_of(ctx, address, service) as admin:
         placement = admin.placement()
     held = holding_of(placement)
@@ -187,7 +198,10 @@ def import_file(  # noqa: PLR0913, PLR0917  # one parameter an option
         placement = admin.placement()
         held = holding_of(placement)
         found = read_layout(file, form, held, parse_layers(layers, held.num_layers))
-        answer = admin.plan_to("", found.rows)
+        if found.form is LayoutFormat.OWN:
+            refuse_beside(ctx, ("layers",), "a file of this service", NO_DENSE)
+        with bar(out, COMPUTING, None):
+            answer = admin.plan_to("", found.rows)
         command = command_of(ctx, NOT_AGAIN, {"yes": ""})
         goal = Goal(f"the placement of {file}", command, found.notes)
         _carry_out(admin, answer, placement, goal, terms, out)

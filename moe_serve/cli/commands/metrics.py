@@ -10,9 +10,11 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from moe_serve.cli.beside import refuse_beside
 from moe_serve.cli.exits import EPILOG
 from moe_serve.cli.options import OutputOption
 from moe_serve.cli.output import Output, OutputFormat, columns
+from moe_serve.telemetry.alerts import RUNBOOKS
 from moe_serve.telemetry.alerts import rules as alert_rules
 from moe_serve.telemetry.grafana import dashboard as grafana_dashboard
 from moe_serve.telemetry.registry import DEFAULT_SIZE, METRICS
@@ -49,6 +51,7 @@ def _count(text: str) -> Any:
 
 
 def series(
+    ctx: typer.Context,
     layers: Annotated[int, _count("Layers with experts.")] = DEFAULT_SIZE.layers,
     ranks: Annotated[int, _count("Ranks.")] = DEFAULT_SIZE.ranks,
     routers: Annotated[int, _count("Routers.")] = DEFAULT_SIZE.routers,
@@ -60,6 +63,10 @@ def series(
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Every metric with its labels, its meaning and the series it makes at a given size."""
+    if not per_expert:
+        refuse_beside(
+            ctx, ("experts",), "what is on by default", "it has no series of experts; --per-expert"
+        )
     size = Size(layers=layers, ranks=ranks, routers=routers, nodes=nodes, experts=experts)
     out = Output(output)
     told = [spec for spec in METRICS.values() if per_expert or not spec.opt_in]
@@ -94,21 +101,29 @@ def dashboard() -> None:
     sys.stdout.write(json.dumps(grafana_dashboard(), indent=2) + "\n")
 
 
-def rules(exporter: ExporterOption = Exporter.PORT) -> None:
+def rules(
+    exporter: ExporterOption = Exporter.PORT,
+    runbooks: Annotated[
+        str, typer.Option(metavar="URL", help="Where the pages of docs/runbooks are for you.")
+    ] = RUNBOOKS,
+) -> None:
     """Print alert rules for Prometheus: YAML.
 
     Each names its page in docs/runbooks.
     """
-    sys.stdout.write(_yaml(alert_rules(exporter.prefix)))
+    sys.stdout.write(_yaml(alert_rules(exporter.prefix, runbooks)))
 
 
 def scrape(
+    ctx: typer.Context,
     target: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where ports.metrics is served.")
     ] = "127.0.0.1:9464",
     exporter: ExporterOption = Exporter.PORT,
 ) -> None:
     """Print a configuration for Prometheus that scrapes the service and loads the rules: YAML."""
+    if exporter is Exporter.RAY:
+        refuse_beside(ctx, ("target",), "--exporter ray", "Ray lists its exporters in a file")
     sys.stdout.write(_yaml(scrape_config("" if exporter is Exporter.RAY else target)))
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from moe_serve.cli.admin import Admin
+from moe_serve.cli.beside import refuse_beside
 from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.options import (
     INT32_MAX,
@@ -19,10 +20,13 @@ from moe_serve.cli.options import (
 )
 from moe_serve.cli.output import Output, OutputFormat
 from moe_serve.cli.plain import enum_word
+from moe_serve.cli.progress import bar, tally
 from moe_serve.cli.views.plan import plan_parts, plan_plain
 
 POLL_S = 0.2
 ENDED = frozenset({"done", "aborted"})
+COMPUTING = "computing a plan"
+"""Said while the controller does, which it may for half a minute."""
 
 
 def plan(
@@ -45,7 +49,8 @@ def plan(
     out = Output(output)
     with admin_of(ctx, address, service) as admin:
         placement = admin.placement()
-        view = admin.compute_plan(policy, max_moves)
+        with bar(out, COMPUTING, None):
+            view = admin.compute_plan(policy, max_moves)
     out.data(plan_plain(view, placement), plan_parts(view, placement))
     if exit_code and view.moves:
         raise typer.Exit(ExitCode.CHANGES)
@@ -72,36 +77,42 @@ def apply(
     Refused where a slot or an expert that it touches has changed since.
     """
     out = Output(output)
+    if check:
+        refuse_beside(ctx, ("wait",), "--check", "nothing is started that could end")
     with admin_of(ctx, address, service) as admin:
         message = admin.apply_plan(plan_id, check)
-        done = {} if check or not wait else wait_for_moves(admin, plan_id, wait, out)
+        done = wait_for_moves(admin, plan_id, wait, out) if wait else {}
+    missed = sum(state != "done" for state in done.values())
     said = message or "accepted"
+    if missed:
+        said = f"{missed} of {len(done)} moves are not done; see `moe-serve events`"
+    elif done:
+        said = f"done, {len(done)} of {len(done)} moves"
     out.data(
         {"plan_id": plan_id, "checked_only": check, "message": message, "moves": done},
         [f"plan {plan_id} still fits; nothing was started" if check else f"plan {plan_id}: {said}"],
     )
-    if any(state != "done" for state in done.values()):
+    if missed:
         raise typer.Exit(ExitCode.FAILED)
 
 
 def wait_for_moves(admin: Admin, plan_id: str, wait_s: float, out: Output) -> dict[int, str]:
     """State of each move of the plan by id, when all have ended or the time is over."""
     deadline = time.monotonic() + wait_s
-    shown = ""
-    while True:
-        states = {
-            move.move_id: enum_word(move, "state")
-            for move in admin.placement().moves
-            if move.plan_id == plan_id
-        }
-        ended = sum(state in ENDED for state in states.values())
-        if (text := f"plan {plan_id}: {ended} of {len(states)} moves ended") != shown:
-            shown = text
-            out.note(text)
-        over = bool(states) and ended == len(states)
-        # A move is shown as ended before the last slot of its plan is released.
-        if over and not any(step.plan_id == plan_id for step in admin.steps()):
-            return states
-        if time.monotonic() >= deadline:
-            return states or {-1: "not started"}
-        time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
+    with tally(out) as told:
+        while True:
+            states = {
+                move.move_id: enum_word(move, "state")
+                for move in admin.placement().moves
+                if move.plan_id == plan_id
+            }
+            ended = sum(state in ENDED for state in states.values())
+            text = f"plan {plan_id}: {ended} of {len(states)} moves ended"
+            told.tell(text, ended, len(states))
+            over = bool(states) and ended == len(states)
+            # A move is shown as ended before the last slot of its plan is released.
+            if over and not any(step.plan_id == plan_id for step in admin.steps()):
+                return states
+            if time.monotonic() >= deadline:
+                return states or {-1: "not started"}
+            time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moe_serve.cli.beside import refuse_beside
 from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.options import OutputOption
 from moe_serve.cli.output import Output, OutputFormat
@@ -24,6 +25,7 @@ from moe_serve.cli.trace_options import (
     TopKOption,
     TraceOptions,
     WindowOption,
+    refuse_for_journal,
 )
 from moe_serve.errors import InvalidArgument
 
@@ -52,6 +54,7 @@ PngOption = Annotated[
 
 
 def replay(  # noqa: PLR0913, PLR0917 - typer wants a parameter for each option
+    ctx: typer.Context,
     source: SourceArgument,
     policy: PolicyOption = None,
     file: FleetOption = None,
@@ -83,14 +86,17 @@ def replay(  # noqa: PLR0913, PLR0917 - typer wants a parameter for each option
     if len(wanted) > POLICIES_MAX:
         raise InvalidArgument(f"--policy: {len(wanted)} policies, at most {POLICIES_MAX}")
     show = _Show(out, source.name, chart=chart, png=png)
+    if out.for_programs:
+        refuse_beside(ctx, ("chart",), f"-o {output.value}", "programs get the numbers")
     if is_journal(source):
+        refuse_for_journal(ctx)
         _journal(source, wanted, max_moves, show)
         return
     options = TraceOptions(
         file, ranks, slots, experts, top_k, window_tokens, decode, max_moves, free_copies
     )
     trace = read_trace(source)
-    stage = options.stage(trace)
+    stage = options.stage(ctx, trace)
     policies = wanted or (DEFAULT_POLICY,)
     check_policies(stage, policies)
     windows, stage = options.windows(trace, stage)

@@ -22,6 +22,7 @@ from moe_serve.cli.trace_options import (
     TopKOption,
     TraceOptions,
     WindowOption,
+    refuse_for_journal,
 )
 from moe_serve.errors import InvalidArgument
 
@@ -33,6 +34,7 @@ POLICY = "incremental"
 
 
 def screen(  # noqa: PLR0913, PLR0917 - typer wants a parameter for each option
+    ctx: typer.Context,
     source: SourceArgument,
     file: FleetOption = None,
     ranks: RanksOption = 4,
@@ -70,11 +72,12 @@ def screen(  # noqa: PLR0913, PLR0917 - typer wants a parameter for each option
 
     out = Output(output)
     if is_journal(source):
+        refuse_for_journal(ctx)
         windows, stage = _journal(source, max_moves)
     else:
         options = TraceOptions(file, ranks, slots, experts, top_k, window_tokens, decode, max_moves)
         trace = read_trace(source)
-        stage = options.stage(trace)
+        stage = options.stage(ctx, trace)
         check_policies(stage, (POLICY,))
         windows, stage = options.windows(trace, stage)
         for note in trace.notes:

@@ -17,6 +17,7 @@ from moe_serve.bootstrap.ray_auth import join_auth
 from moe_serve.bootstrap.record import ServiceRecord, is_kept, read_record, service_dir
 from moe_serve.bootstrap.signals import end_as_interrupted
 from moe_serve.bootstrap.size import SizeReport
+from moe_serve.cli.beside import refuse_beside
 from moe_serve.cli.exits import CannotReach, ExitCode
 from moe_serve.cli.options import FileOption, OutputOption
 from moe_serve.cli.output import Output, OutputFormat
@@ -75,6 +76,7 @@ def validate(
 
 
 def up(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
+    ctx: typer.Context,
     file: FileOption,
     ray_address: Annotated[
         str,
@@ -117,16 +119,10 @@ def up(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
     Refuses with one clear line, and then leaves nothing running.
     """
     out = Output(output)
+    _check_heard(ctx, size, dry_run)
     config = read_service_file(file, accept_insecure=accept_insecure)
     if size or dry_run:
-        report = _sized(config)
-        if size:
-            out.data(size_plain(report), size_parts(report))
-            fit = report.fits
-        else:
-            fit = _rehearse(config, report, ray_address, ship, out)
-        if not fit:
-            raise typer.Exit(ExitCode.FAILED)
+        _only_look(config, size, ray_address, ship, out)
         return
 
     from moe_serve.bootstrap import service
@@ -156,6 +152,15 @@ def up(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
     out.data(record_plain(record), record_parts(record))
 
 
+def _check_heard(ctx: typer.Context, size: bool, dry_run: bool) -> None:
+    """Raise InvalidArgument where an option was typed that `up` would not use."""
+    if size:
+        others = ("dry_run", "keep", "wait", "ship", "ray_address")
+        refuse_beside(ctx, others, "--size", "only what the file needs is printed")
+    elif dry_run:
+        refuse_beside(ctx, ("keep", "wait"), "--dry-run", "nothing is started")
+
+
 def _keep(service: str, file: Path, start: Callable[[], ServiceRecord], out: Output) -> None:
     """`up --keep`: a record at each start, one line of JSON each where programs read."""
     from moe_serve.bootstrap.kept_service import keep
@@ -172,6 +177,20 @@ def _sized(config: ServiceConfig) -> SizeReport:
 
     spec, _ = moe_spec(config)
     return size_report(config, spec)
+
+
+def _only_look(
+    config: ServiceConfig, size: bool, ray_address: str, ship: bool, out: Output
+) -> None:
+    """`up --size` and `up --dry-run`. Exit 1 where it would not start."""
+    report = _sized(config)
+    if size:
+        out.data(size_plain(report), size_parts(report))
+        fit = report.fits
+    else:
+        fit = _rehearse(config, report, ray_address, ship, out)
+    if not fit:
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _rehearse(

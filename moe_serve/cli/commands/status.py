@@ -9,6 +9,7 @@ from rich.console import Group
 
 from moe_serve.bootstrap.record import refresh_record
 from moe_serve.cli.admin import Admin
+from moe_serve.cli.beside import refuse_beside
 from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.options import AddressOption, OutputOption, ServiceOption, admin_of
 from moe_serve.cli.output import Output, OutputFormat
@@ -33,6 +34,8 @@ def status(
 ) -> None:
     """Health, imbalance, moves under way and open problems of a service."""
     out = Output(output)
+    if watch:
+        refuse_beside(ctx, ("check",), "--watch", "a watch goes on whatever it sees; give one")
     with admin_of(ctx, address, service) as admin:
         if watch:
             _watch(admin, out)

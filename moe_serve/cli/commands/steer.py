@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from moe_serve.cli.emptying import Emptying, empty_report, wait_until_empty
 from moe_serve.cli.figures import shown_bytes
 from moe_serve.cli.options import (
     AddressOption,
+    EmptyWaitOption,
     OutputOption,
     RankArgument,
     ServiceOption,
@@ -53,17 +55,24 @@ def resume(
 def drain(
     ctx: typer.Context,
     rank: RankArgument,
+    wait: EmptyWaitOption = 0.0,
     address: AddressOption = "",
     service: ServiceOption = "",
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Move everything off a rank.
 
-    Refused where the others cannot hold every expert.
+    Refused where the others cannot hold every expert. With --wait: until it holds nothing; Ctrl-C
+    ends the wait, not the drain.
     """
+    out = Output(output)
     with admin_of(ctx, address, service) as admin:
         answer = admin.drain(rank)
-    Output(output).data(plain(answer), [answer.message or f"rank {rank} is draining"])
+        message = answer.message or f"rank {rank} is draining"
+        found = None
+        if wait:
+            found = wait_until_empty(admin, Emptying(rank, message, leaves=False), wait, out)
+    empty_report(out, {"rank": rank, **plain(answer)}, message, found)
 
 
 def undrain(

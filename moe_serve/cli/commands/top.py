@@ -9,7 +9,8 @@ import typer
 from rich.console import RenderableType
 
 from moe_serve.cli.admin import Admin
-from moe_serve.cli.hotness import Hotness, PhaseChoice, hotness_of
+from moe_serve.cli.beside import refuse_beside
+from moe_serve.cli.hotness import Hotness, hotness_of
 from moe_serve.cli.options import (
     INT32_MAX,
     AddressOption,
@@ -19,8 +20,17 @@ from moe_serve.cli.options import (
     admin_of,
 )
 from moe_serve.cli.output import Output, OutputFormat
-from moe_serve.cli.views.top import Kind, notes, top_plain, top_rows, top_table, window_line
+from moe_serve.cli.views.top import (
+    NOTHING_ASKED,
+    Kind,
+    notes,
+    top_plain,
+    top_rows,
+    top_table,
+    window_line,
+)
 from moe_serve.cli.watching import Watch, keys_read, show_live
+from moe_serve.documents.window import PhaseChoice
 from moe_serve.errors import Unavailable
 from moe_serve.rpc import placement_pb2 as pb
 
@@ -62,6 +72,9 @@ def top(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
     controller goes away it says so and goes on trying.
     """
     out = Output(output)
+    if once or out.for_programs:
+        other = "--once" if once else f"-o {output.value}"
+        refuse_beside(ctx, ("interval",), other, "one table is printed")
     with admin_of(ctx, address, service) as admin:
         if once or out.for_programs or not out.out.is_terminal:
             _print_once((admin.placement(), admin.load()), kind, phase, rows, out)
@@ -99,8 +112,11 @@ def _parts(
     listed = top_rows(kind, hot, placement, limit)
     if load is None:
         return [f"{placement.service_id} | {placement.state} | no window of load has closed yet"]
+    head = window_line(hot, placement, hot.age_s + age_s)
+    if kind is Kind.EXPERTS and not hot.pairs.any():
+        return [head, "", NOTHING_ASKED]
     return [
-        window_line(hot, placement, hot.age_s + age_s),
+        head,
         "",
         top_table(kind, listed),
         *notes(kind, hot, _total(kind, hot, placement), len(listed)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moe_serve.documents.replicas import LISTED
 from moe_serve.errors import InvalidArgument
 from moe_serve.rpc import placement_pb2 as pb
 from placement.adapters.counts import LAYERS_MAX
@@ -50,7 +51,7 @@ def holding_of(placement: pb.GetPlacementResponse) -> Holding:
             tuple(
                 slot.layer * placement.num_experts + slot.expert
                 for slot in sorted(rank.slots, key=lambda slot: slot.index)
-                if slot.state == "LISTED"
+                if slot.state == LISTED
             )
             for rank in ranks
         ),

@@ -4,14 +4,12 @@ command."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 
-from moe_serve.cli.figures import shown_seconds
+from moe_serve.cli.figures import shown_imbalance, shown_seconds
 from moe_serve.cli.output import columns
-from moe_serve.cli.plain import plain
 from moe_serve.cli.views.events import event_line, refused_lines
 from moe_serve.cli.views.moves import moves_table
 from moe_serve.cli.views.plan import price_line
@@ -100,27 +98,8 @@ def _rank_table(ranks: list[pb.RankPart]) -> Table:
     return table
 
 
-def away_plain(reason: str) -> dict[str, Any]:
-    """The answer for programs where the controller gave none."""
-    cause = controller_away()
-    found = pb.ExplainResponse(
-        verdict="slow",
-        causes=[
-            pb.Cause(
-                kind=cause.kind,
-                text=sentence(cause),
-                next_step=next_step(cause),
-                rank=-1,
-                layer=-1,
-                expert=-1,
-            )
-        ],
-    )
-    return {**plain(found), "newest": None, "reason": reason}
-
-
 def away_parts(reason: str) -> list[RenderableType]:
-    """The same for people."""
+    """What there is to say where the controller gave no answer."""
     cause = controller_away()
     return [
         VERDICTS["slow"],
@@ -128,12 +107,6 @@ def away_parts(reason: str) -> list[RenderableType]:
         f"    evidence: {reason}",
         f"    next step: {next_step(cause)}",
     ]
-
-
-def explain_plain(answer: pb.ExplainResponse) -> dict[str, Any]:
-    """The answer for programs."""
-    newest = plain(answer.newest) if answer.HasField("newest") else None
-    return {**plain(answer), "newest": newest}
 
 
 def plan_parts(answer: pb.ExplainPlanResponse) -> list[RenderableType]:
@@ -146,7 +119,7 @@ def plan_parts(answer: pb.ExplainPlanResponse) -> list[RenderableType]:
     if plan.moves:
         parts.append(moves_table(plan.moves, states=True))
     parts += [f"Refused: {reason}" for reason in plan.refused]
-    parts.append(f"Balancedness {_measured(answer)}")
+    parts.append(f"Imbalance {_measured(answer)}")
     parts += [
         line for record in answer.records for line in (event_line(record), *refused_lines(record))
     ]
@@ -155,7 +128,7 @@ def plan_parts(answer: pb.ExplainPlanResponse) -> list[RenderableType]:
 
 def _measured(answer: pb.ExplainPlanResponse) -> str:
     def shown(value: float) -> str:
-        return f"{value:.3f}" if value > 0 else "not known"
+        return shown_imbalance(value) if value > 0 else "not known"
 
     plan = answer.plan
     predicted = f"{shown(plan.balancedness_before)} -> {shown(plan.balancedness_after)}"

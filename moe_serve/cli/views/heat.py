@@ -3,7 +3,6 @@ command."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
@@ -17,7 +16,6 @@ from moe_serve.cli.hotness import Hotness
 
 LAYER_COLUMNS = 32
 """Experts in a row where one layer fills the screen."""
-CSV_HEADER = "layer,expert,pairs,share,replicas"
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -67,7 +65,7 @@ def heat_map(hot: Hotness, mode: Mode, layer: int | None) -> HeatMap:
 def _values(hot: Hotness, mode: Mode) -> FloatArray:
     if mode is Mode.LOAD:
         return hot.rates
-    return hot.fair_shares if mode is Mode.SHARE else hot.replicas.astype(np.float64)
+    return hot.times_fair_share if mode is Mode.SHARE else hot.replicas.astype(np.float64)
 
 
 def _wrapped(levels: FloatArray) -> Field:
@@ -90,20 +88,8 @@ def pooled_line(before: Field, after: Field, layer: int | None) -> str:
     )
 
 
-def heat_csv(hot: Hotness, layer: int | None) -> Iterator[str]:
-    """A header, then a line for each expert, with its line end."""
-    yield CSV_HEADER + "\n"
-    shares = hot.shares
-    for one in range(hot.num_layers) if layer is None else (layer,):
-        for expert in range(hot.num_experts):
-            yield (
-                f"{one},{expert},{hot.pairs[one, expert]},{shares[one, expert]:.6g},"
-                f"{hot.replicas[one, expert]}\n"
-            )
-
-
 def heat_plain(hot: Hotness, layer: int | None) -> dict[str, Any]:
-    """The same for programs: pairs, shares and replicas as lists by layer."""
+    """The same for programs: pairs, share and replicas of each expert as lists by layer."""
     layers = list(range(hot.num_layers)) if layer is None else [layer]
     return {
         "phase": hot.phase.value,
@@ -113,6 +99,6 @@ def heat_plain(hot: Hotness, layer: int | None) -> dict[str, Any]:
         "sources_missing": list(hot.missing),
         "layers": layers,
         "pairs": hot.pairs[layers].tolist(),
-        "shares": hot.shares[layers].tolist(),
+        "share": hot.shares[layers].tolist(),
         "replicas": hot.replicas[layers].tolist(),
     }

@@ -20,8 +20,9 @@ NEXT_WORDS = {"replicate": "to replicate", "migrate": "to migrate", "evict": "to
 
 
 def moves_table(moves: Iterable[pb.Move], *, states: bool) -> Table:
-    """One line a move: what, from where, to where, its price (bytes, and whether they cross nodes),
-    its predicted gain in seconds saved a second, its reason; with `states` also how far it is."""
+    """One line a move: what, from where to where in place of what, its price (bytes, and whether
+    they cross nodes), its predicted gain in seconds saved a second, its reason; with `states` also
+    how far it is."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(6 + states):
         table.add_column(no_wrap=True)
@@ -44,9 +45,20 @@ def moves_table(moves: Iterable[pb.Move], *, states: bool) -> Table:
 
 
 def moves_sum(moves: Iterable[pb.Move]) -> str:
-    """ "2 to replicate, 1 to evict", in the order of SYMBOLS; no move is "nothing to move"."""
-    counts = Counter(enum_word(move, "kind") for move in moves)
-    parts = [f"{counts[kind]} {words}" for kind, words in NEXT_WORDS.items() if counts[kind]]
+    """ "24 to replicate (20 in place of another replica), 1 to evict", in the order of SYMBOLS; no
+    move is "nothing to move"."""
+    counts: Counter[str] = Counter()
+    placed: Counter[str] = Counter()
+    for move in moves:
+        kind = enum_word(move, "kind")
+        counts[kind] += 1
+        placed[kind] += bool(move.room)
+    parts = [
+        f"{counts[kind]} {words}"
+        + (f" ({placed[kind]} in place of another replica)" if placed[kind] else "")
+        for kind, words in NEXT_WORDS.items()
+        if counts[kind]
+    ]
     return ", ".join(parts) or "nothing to move"
 
 
@@ -54,10 +66,13 @@ def _way(move: pb.Move) -> str:
     source = f"rank {move.source_rank}" if move.source_rank >= 0 else "checkpoint"
     if enum_word(move, "kind") == "evict":
         return source
-    return f"{source} -> rank {move.target_rank}"
+    gone = ", ".join(f"L{one.layer} E{one.expert}" for one in move.room)
+    return f"{source} -> rank {move.target_rank}" + (f" in place of {gone}" if gone else "")
 
 
 def _price(move: pb.Move) -> str:
     if not move.copy_bytes:
         return ""
-    return shown_bytes(move.copy_bytes) + (" cross-node" if move.cross_node else "")
+    # What comes from the checkpoint counts as far too, and says so itself.
+    far = move.cross_node and move.source_rank >= 0
+    return shown_bytes(move.copy_bytes) + (" cross-node" if far else "")

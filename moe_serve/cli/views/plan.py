@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import RenderableType
 
 from moe_serve.cli.figures import shown_bytes, shown_imbalance, shown_seconds
-from moe_serve.cli.plain import plain
 from moe_serve.cli.views.moves import moves_sum, moves_table
+from moe_serve.documents.plans import plan_view
 from moe_serve.rpc import placement_pb2 as pb
 
 
@@ -43,11 +43,12 @@ def price_line(plan: pb.PlanView) -> str:
         return text
     return (
         f"{text}; {shown_bytes(plan.copy_bytes)} to copy "
-        f"({shown_bytes(plan.cross_node_bytes)} between nodes), costs "
+        f"({shown_bytes(plan.cross_node_bytes)} between nodes or from the checkpoint), costs "
         f"{shown_seconds(plan.cost_s)} of rank time, saves {plan.gain_s_per_s:.3g} s a second"
     )
 
 
 def plan_plain(plan: pb.PlanView, placement: pb.GetPlacementResponse) -> dict[str, Any]:
-    """The same for programs."""
-    return {"term": placement.term, "epoch": placement.epoch, **plain(plan)}
+    """The same for programs: the plan as everywhere, and of which table it was computed."""
+    view = plan_view(pb.ExplainPlanResponse(plan=plan), priced=True)
+    return {"term": placement.term, "epoch": placement.epoch, **view}

@@ -12,6 +12,7 @@ from moe_serve.cli.figures import shown_bytes, shown_counts, shown_imbalance, sh
 from moe_serve.cli.output import columns
 from moe_serve.cli.plain import enum_word, plain
 from moe_serve.cli.views.moves import moves_table
+from moe_serve.documents.views import move_view, rank_view, router_view
 from moe_serve.rpc import placement_pb2 as pb
 
 UNDER_WAY = frozenset({"planned", "running"})
@@ -61,6 +62,8 @@ def _header(placement: pb.GetPlacementResponse) -> list[str]:
 
 def _balance(placement: pb.GetPlacementResponse, load: pb.GetLoadResponse | None) -> str:
     done = f"Moves done: {shown_counts(dict(placement.moves_done))}"
+    if placement.replicas_replaced:
+        done += f" ({placement.replicas_replaced} replicas removed to make room)"
     if placement.plans_stalled:
         done += f" | plans that stood still: {placement.plans_stalled}"
     if load is None:
@@ -69,7 +72,8 @@ def _balance(placement: pb.GetPlacementResponse, load: pb.GetLoadResponse | None
         return f"Imbalance - (no load in window {load.window}) | {done}"
     worst = max(range(len(load.layer_imbalance)), key=load.layer_imbalance.__getitem__, default=-1)
     layer = f", worst layer {worst}: {load.layer_imbalance[worst]:.2f}" if worst >= 0 else ""
-    missing = f", without {', '.join(load.sources_missing)}" if load.sources_missing else ""
+    silent = ", ".join(load.sources_missing)
+    missing = f", without reports of {silent}" if silent else ""
     return (
         f"Imbalance {shown_imbalance(load.balancedness)}{layer} (window {load.window}, "
         f"{shown_seconds(load.age_s)} old{missing}) | {done}"
@@ -155,8 +159,13 @@ def _missing(placement: pb.GetPlacementResponse) -> list[str]:
 def status_plain(
     placement: pb.GetPlacementResponse, load: pb.GetLoadResponse | None
 ) -> dict[str, Any]:
-    """The same for programs: the whole placement, and the figures of the newest window."""
+    """The same for programs: the whole placement, and the figures of the newest window. Ranks,
+    routers and moves are as everywhere; ranks and routers also have what only an operator sees:
+    addresses, processes, slots one by one, counters."""
     shown = plain(placement)
+    shown["ranks"] = [plain(rank) | rank_view(rank) for rank in placement.ranks]
+    shown["routers"] = [plain(router) | router_view(router) for router in placement.routers]
+    shown["moves"] = [move_view(move) for move in placement.moves]
     shown["degraded"] = degraded(placement)
     shown["load"] = None if load is None else plain(load)
     return shown

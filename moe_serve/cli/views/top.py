@@ -12,12 +12,14 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from moe_serve.cli.figures import shown_bytes, shown_seconds
-from moe_serve.cli.hotness import Hotness, PhaseChoice
+from moe_serve.cli.hotness import Hotness
 from moe_serve.cli.output import columns
+from moe_serve.documents.window import PhaseChoice
 from moe_serve.rpc import placement_pb2 as pb
 
 RANKS_SHOWN = 8
 BOTH = "of both phases"
+NOTHING_ASKED = "No expert was asked for in this window."
 
 Row = dict[str, Any]
 
@@ -39,7 +41,8 @@ def top_rows(
 
 
 def _experts(hot: Hotness, _: pb.GetPlacementResponse, limit: int | None) -> list[Row]:
-    rates, shares, fair = hot.rates, hot.shares, hot.fair_shares
+    rates, shares, times = hot.rates, hot.shares, hot.times_fair_share
+    places = hot.ranks_in_layer
     # Stable, so that of equal ones the lowest comes first.
     order = np.argsort(-hot.pairs.reshape(-1), kind="stable")[:limit]
     rows: list[Row] = []
@@ -52,7 +55,8 @@ def _experts(hot: Hotness, _: pb.GetPlacementResponse, limit: int | None) -> lis
                 "pairs": int(hot.pairs[layer, expert]),
                 "pairs_per_s": float(rates[layer, expert]),
                 "share": float(shares[layer, expert]),
-                "fair_shares": float(fair[layer, expert]),
+                "times_fair_share": float(times[layer, expert]),
+                "rank_in_layer": int(places[layer, expert]),
                 "replicas": int(hot.replicas[layer, expert]),
                 "ranks": list(hot.ranks_of.get((layer, expert), ())),
             }
@@ -75,7 +79,8 @@ def _ranks(hot: Hotness, placement: pb.GetPlacementResponse, limit: int | None) 
                 "backlog_s": rank.backlog_s,
                 "slots_used": sum(slot.layer >= 0 for slot in rank.slots),
                 "num_slots": rank.num_slots,
-                "resident_bytes": rank.resident_bytes + rank.reserved_bytes,
+                "resident_bytes": rank.resident_bytes,
+                "reserved_bytes": rank.reserved_bytes,
                 "budget_bytes": rank.budget_bytes,
             }
         )
@@ -118,7 +123,7 @@ def _experts_table(rows: Sequence[Row]) -> Table:
             str(row["expert"]),
             f"{row['pairs_per_s']:.1f}",
             f"{row['share']:.1%}",
-            f"{row['fair_shares']:.2f}",
+            f"{row['times_fair_share']:.2f}",
             str(row["replicas"]),
             _some(row["ranks"]),
         )
@@ -140,7 +145,7 @@ def _ranks_table(rows: Sequence[Row]) -> Table:
             "-" if row["busy"] is None else f"{row['busy']:.0%}",
             shown_seconds(row["backlog_s"]),
             f"{row['slots_used']}/{row['num_slots']}",
-            shown_bytes(row["resident_bytes"]),
+            shown_bytes(row["resident_bytes"] + row["reserved_bytes"]),
             shown_bytes(row["budget_bytes"]),
             row["state"],
             row["node"],
@@ -167,7 +172,7 @@ def _layers_table(rows: Sequence[Row]) -> Table:
 def window_line(hot: Hotness, placement: pb.GetPlacementResponse, age_s: float) -> str:
     """Which window, how old, of which phase, and what is left out of it."""
     phase = "all phases" if hot.phase is PhaseChoice.ALL else hot.phase.value
-    missing = f", without {', '.join(hot.missing)}" if hot.missing else ""
+    missing = f", without reports of {', '.join(hot.missing)}" if hot.missing else ""
     load = "" if hot.pairs.any() else " | no load in it"
     simulated = " | simulated" if placement.simulated else ""
     return (

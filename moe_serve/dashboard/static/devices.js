@@ -4,6 +4,7 @@ import { SHARE_CLAMP } from "./heatview.js";
 import { fairShare, loadOf, onScale } from "./figures.js";
 import { HEAT, at, css, ink, share } from "./lut.js";
 import { MemoryBar, memoryOf, sayMemory } from "./memory.js";
+import { PhaseChoice } from "./segments.js";
 import { cursor, dark, frame, html, placement, range, ranks } from "./state.js";
 import { chosen, layer, mode, phase } from "./url.js";
 import { mib, short, span } from "./words.js";
@@ -23,7 +24,7 @@ const SAY = {
 };
 
 /** Slots of one rank that hold the layer, by expert, and its empty ones. */
-export function slotsOf(/** @type {any} */ p, /** @type {number} */ row, /** @type {number} */ wanted) {
+function slotsOf(/** @type {any} */ p, /** @type {number} */ row, /** @type {number} */ wanted) {
   const held = [];
   let empty = 0;
   for (let s = 0; s < p.width; s++) {
@@ -35,7 +36,15 @@ export function slotsOf(/** @type {any} */ p, /** @type {number} */ row, /** @ty
   return { held: held.sort((a, b) => a.expert - b.expert), empty };
 }
 
-/** Colour of an expert: its load spread over its replicas, or the mode's own figure. */
+/** What the colour of a slot is, by the mode of the map. */
+const COLOURS = {
+  load: "load a replica", share: "load a replica ÷ fair share", replicas: "listed replicas",
+  change: "load a replica (the change since the last plan is on the map only)",
+};
+const PHASE_SAYS = { all: "both phases", prefill: "prefill", decode: "decode" };
+const phaseWords = () => PHASE_SAYS[/** @type {keyof typeof PHASE_SAYS} */ (phase.value)];
+
+/** Colour of an expert: its load spread over its replicas, or the mode's own figure, as COLOURS says. */
 function colourOf(/** @type {any} */ figures, /** @type {any} */ p, /** @type {number} */ pair) {
   const n = Math.max(1, p.replicas[pair]);
   if (mode.value === "replicas") return at(HEAT, Math.min(1, 0.12 + (n - 1) / 3));
@@ -52,7 +61,7 @@ function Slot(/** @type {any} */ { slot, p, figures, at: wanted }) {
   const rgb = colourOf(figures, p, slot.pair);
   const n = p.replicas[slot.pair];
   const listed = way === "";
-  const load = figures ? `${short(figures.load[slot.pair])} pairs/s over ${n} listed replica${n === 1 ? "" : "s"}` : "load unknown";
+  const load = figures ? `${short(figures.load[slot.pair])} pairs/s of ${phaseWords()} over ${n} listed replica${n === 1 ? "" : "s"}` : "load unknown";
   const cell = { layer: wanted, expert: slot.expert };
   const says = `expert ${slot.expert}, slot ${slot.slot}${word ? `, ${word}` : ""}. ${load}`;
   return html`<li class=${`slot ${way} ${listed && n > 1 ? "many" : ""}`} style=${listed ? { background: rgb ? css(rgb) : "var(--cold)", color: rgb ? ink(rgb) : "var(--ink)" } : {}}>
@@ -60,7 +69,7 @@ function Slot(/** @type {any} */ { slot, p, figures, at: wanted }) {
 }
 
 function TokensBar(/** @type {any} */ { n, mean, most }) {
-  return html`<span class="bar" title=${`${short(n)} pairs/s executed, ${mean > 0 ? (n / mean).toFixed(2) : "–"}× the mean of the ranks`}>
+  return html`<span class="bar" title=${`${short(n)} pairs/s of both phases executed, ${mean > 0 ? (n / mean).toFixed(2) : "–"}× the mean of the ranks`}>
     <span class="fill" style=${{ width: `${(100 * n) / most}%` }}></span><span class="mean" style=${{ left: `${(100 * mean) / most}%` }}></span></span>`;
 }
 
@@ -98,8 +107,10 @@ export function Devices(/** @type {any} */ { full = false }) {
     <div class="head"><h2>Devices × slots</h2>
       <label>layer <select value=${String(wanted)} onChange=${(/** @type {any} */ e) => { layer.value = Number(e.target.value); }}>
         ${Array.from({ length: p.layers }, (_, n) => html`<option value=${String(n)} selected=${n === wanted}>L${n}</option>`)}</select></label>
+      ${full && html`<${PhaseChoice}/>`}
       ${uneven != null && html`<span class="muted">imbalance ${uneven.toFixed(2)}</span>`}
-      <span class="legend"><span class="chip"><i class="k-tokens"></i>pairs/s, tick: mean</span><span class="chip"><i class="k-experts"></i>experts</span><span class="chip"><i class="k-staging"></i>staging</span><span class="chip"><i class="k-room"></i>free</span><span class="chip"><i class="k-many"></i>one of several</span></span></div>
+      <span class="legend"><span class="chip" data-figure="colour" title="The figure is chosen above the map of the overview">colour: ${COLOURS[/** @type {keyof typeof COLOURS} */ (mode.value)]}${mode.value === "replicas" ? "" : `, ${phaseWords()}`}</span>
+        <span class="chip"><i class="k-tokens"></i>bar: pairs/s of both phases, tick: mean</span><span class="chip"><i class="k-experts"></i>experts</span><span class="chip"><i class="k-staging"></i>staging</span><span class="chip"><i class="k-room"></i>free</span><span class="chip"><i class="k-many"></i>one of several</span></span></div>
     <div class="scroll" tabindex="0" role="group" aria-label="Ranks"><ol class="ranks">
     ${ranks.value.map((/** @type {any} */ r) => html`<${RankRow} key=${r.rank} r=${r} p=${p} wanted=${wanted} figures=${figures} pairs=${pairs.get(r.rank)} mean=${mean} most=${most} full=${full}/>`)}</ol></div>
   </section>`;

@@ -2,7 +2,7 @@
 import { useEffect, useRef } from "./vendor/preact-hooks.js";
 import { useAsked } from "./api.js";
 import { fairShare, loadOf } from "./figures.js";
-import { KINDS } from "./moves.js";
+import { KINDS, inPlaceOf } from "./moves.js";
 import { cursor, frame, html, moves, placement } from "./state.js";
 import { chosen, layer, showPlan, view } from "./url.js";
 import { fixed, gain, percent, short, span } from "./words.js";
@@ -78,6 +78,14 @@ export function closeExpert() {
   if (moved) back?.focus();
 }
 
+/** What a move was to this expert: its own, or one that it left a rank for. */
+function Way(/** @type {any} */ { m, cell }) {
+  const gone = m.layer === cell.layer && m.expert === cell.expert ? null : m.room?.find((/** @type {any} */ r) => r.layer === cell.layer && r.expert === cell.expert);
+  if (gone) return html`<span class="kind k-evict">${KINDS.evict} left</span> rank ${gone.rank}, made room for L${m.layer} E${m.expert}`;
+  const from = m.source_rank < 0 ? "checkpoint" : `rank ${m.source_rank}`;
+  return html`<span class=${`kind k-${m.kind}`}>${KINDS[/** @type {keyof typeof KINDS} */ (m.kind)] ?? "?"} ${m.kind}</span> ${m.kind === "evict" ? `off ${from}` : `${from} → ${m.target_rank}${m.room?.length ? ` ${inPlaceOf(m)}` : ""}`}`;
+}
+
 export function ExpertPanel() {
   const cell = chosen.value;
   const sheet = useRef(/** @type {any} */ (null));
@@ -94,7 +102,7 @@ export function ExpertPanel() {
   }, [key]);
   if (!cell) return null;
   const now = known(cell);
-  const mine = answer?.ok ? answer.data.moves : moves.value.filter((m) => m.layer === cell.layer && m.expert === cell.expert).slice(-20);
+  const mine = answer?.ok ? answer.data.moves : moves.value.filter((m) => [m, ...(m.room ?? [])].some((one) => one.layer === cell.layer && one.expert === cell.expert)).slice(-20);
   return html`<aside class="sheet" role="dialog" aria-labelledby="expert-name" tabindex="-1" ref=${sheet}>
     <div class="head"><h2 id="expert-name">Layer ${cell.layer}, expert ${cell.expert} <small>L${cell.layer} E${cell.expert}</small></h2><button type="button" class="quiet" onClick=${closeExpert}>Close</button></div>
     ${!now ? html`<p class="none">${frame.value || placement.value ? "There is no such expert." : "No figures yet."}</p>` : html`
@@ -102,7 +110,7 @@ export function ExpertPanel() {
       <h3>Last 15 minutes</h3>
       ${answer?.ok ? html`<${Sparkline} history=${answer.data.history}/>` : html`<p class="muted">${answer ? answer.error.message : "Asking."}</p>`}
       <h3>Replicas</h3><${Replicas} now=${now} mean=${Number.isFinite(now.fair) ? now.fair : null}/>
-      <h3>Last moves</h3>${mine?.length ? html`<ul class="last-moves" data-figure="expert-moves">${[...mine].reverse().map((/** @type {any} */ m) => html`<li key=${`${m.plan_id}/${m.move_id}`}><p><span class=${`kind k-${m.kind}`}>${KINDS[/** @type {keyof typeof KINDS} */ (m.kind)] ?? "?"} ${m.kind}</span> ${m.kind === "evict" ? `off rank ${m.source_rank}` : `rank ${m.source_rank} → ${m.target_rank}`} · <span class=${`state s-${m.state}`}>${m.state}</span> · ${gain(m.gain_s_per_s)} predicted · <button type="button" class="link" onClick=${() => showPlan(m.plan_id)}>plan ${m.plan_id}</button></p><p class="muted">${m.reason}</p></li>`)}</ul>` : html`<p class="muted">It has not moved since the page started.</p>`}
+      <h3>Last moves</h3>${mine?.length ? html`<ul class="last-moves" data-figure="expert-moves">${[...mine].reverse().map((/** @type {any} */ m) => html`<li key=${`${m.plan_id}/${m.move_id}`}><p><${Way} m=${m} cell=${cell}/> · <span class=${`state s-${m.state}`}>${m.state}</span> · ${gain(m.gain_s_per_s)} predicted · <button type="button" class="link" onClick=${() => showPlan(m.plan_id)}>plan ${m.plan_id}</button></p><p class="muted">${m.reason}</p></li>`)}</ul>` : html`<p class="muted">It has not moved since the page started.</p>`}
       <p class="links"><button type="button" class="link" onClick=${() => { layer.value = cell.layer; view.value = "devices"; }}>Devices of layer ${cell.layer}</button>
         <button type="button" class="link" onClick=${() => { view.value = "overview"; cursor.value = cell; }}>Show on the map</button></p>`}
   </aside>`;

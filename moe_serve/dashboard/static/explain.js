@@ -1,30 +1,28 @@
 // Why requests are slow now: the controller's verdict, causes with evidence and next step, and where
 // the time of requests goes by stage.
-import { signal } from "./vendor/signals.js";
 import { useAsked } from "./api.js";
 import { ExpertLink } from "./hottest.js";
 import { DecisionHead, DecisionRows } from "./moves.js";
-import { frame, html, now_ms, worth } from "./state.js";
-import { view } from "./url.js";
+import { frame, html, now_ms, problems, worth } from "./state.js";
+import { BACKS, back, view } from "./url.js";
 import { brief, mib, percent, short, span } from "./words.js";
 
-export const STAGES = ["queue", "split", "wire", "wait", "compute", "combine", "other"];
+const STAGES = ["queue", "split", "wire", "wait", "compute", "combine", "other"];
 const STAGE_SAYS = {
   queue: "waiting for a permit", split: "choosing replicas", wire: "the way to the shard and back", wait: "waiting at the shard",
-  compute: "computing at the shard", combine: "adding up", other: "second tries and the rest",
+  compute: "computing at the shard", combine: "adding up", other: "second tries, waiting for the event loop, and the rest",
 };
 const VERDICTS = { nothing_slow: ["●", "Nothing is slow"], slow: ["▲", "Slow"], idle: ["◌", "Idle: no requests to look at"] };
 const KINDS = {
   hot_expert: "Hot expert", imbalance: "Imbalance", slow_rank: "Slow rank", copy: "Copy in progress", overload: "Overload",
   cold_start: "Cold start", memory: "Memory pressure", controller_away: "Controller away",
 };
-const WINDOWS = { 0: "newest windows", 60: "minute", 300: "5 minutes" };
-const seconds = signal("0");
+const BACK_NAMES = { "0": "newest windows", "60": "minute", "300": "5 minutes" };
 
 /** Asked once a window while it is looked at, and every few seconds where no window closes. */
 function useExplanation() {
   const tick = worth.value === "live" ? `w${frame.value?.window}` : `t${Math.floor(now_ms.value / 3000)}`;
-  return useAsked(`/api/v1/explain${seconds.value === "0" ? "" : `?seconds=${seconds.value}`}`, tick);
+  return useAsked(`/api/v1/explain${back.value === "0" ? "" : `?seconds=${back.value}`}`, tick);
 }
 
 function verdictOf(/** @type {any} */ doc) {
@@ -63,7 +61,7 @@ function Cause(/** @type {any} */ { cause }) {
 }
 
 /** Mean seconds a request by stage, one bar a phase, on one scale. */
-export function StageBars(/** @type {any} */ { stages, small = false }) {
+function StageBars(/** @type {any} */ { stages, small = false }) {
   const phases = [...new Set(stages.map((/** @type {any} */ s) => s.phase))].map((phase) => {
     const parts = STAGES.map((stage) => {
       const found = stages.find((/** @type {any} */ s) => s.phase === phase && s.stage === stage);
@@ -89,14 +87,20 @@ function Ranks(/** @type {any} */ { ranks }) {
 
 const ageOf = (/** @type {any} */ doc) => doc.last_answer_age_s ?? doc.age_s;
 
+/** What else is wrong: the verdict is about requests only, and must not stand alone where something is. */
+function Wrong(/** @type {any} */ { most = Infinity }) {
+  const left = problems.value.length - most;
+  return problems.value.slice(0, most).map((/** @type {string} */ text, /** @type {number} */ n) => html`<p class="problem" data-figure="wrong" key=${n}><span aria-hidden="true">▲</span> ${n ? "" : "But something is wrong: "}${text}${n === most - 1 && left > 0 ? ` (and ${left} more)` : ""}</p>`);
+}
+
 /** One line for the overview. */
 export function WhyStrip() {
   const answer = useExplanation();
   const doc = answer?.ok ? answer.data : null;
   const says = doc ? verdictOf(doc) : null;
   return html`<section class="card strip" aria-label="Why slow">
-    <p class="verdict">${says ? html`<span class=${`verdict-sign v-${doc.verdict}`}><span aria-hidden="true">${says.sign}</span> ${says.words}</span>` : html`<span class="muted">${answer ? `No explanation: ${answer.error.message}` : "Asking why requests take as long as they do."}</span>`}
-      ${doc?.causes[0] && html` <span>${doc.causes[0].text}</span>`}</p>
+    <div><p class="verdict">${says ? html`<span class=${`verdict-sign v-${doc.verdict}`}><span aria-hidden="true">${says.sign}</span> ${says.words}</span>` : html`<span class="muted">${answer ? `No explanation: ${answer.error.message}` : "Asking why requests take as long as they do."}</span>`}
+      ${doc?.causes[0] && html` <span>${doc.causes[0].text}</span>`}</p><${Wrong} most=${1}/></div>
     ${doc?.stages?.length ? html`<${StageBars} stages=${doc.stages} small=${true}/>` : html`<span></span>`}
     <button type="button" class="quiet" onClick=${() => { view.value = "why"; }}>Why slow?</button></section>`;
 }
@@ -106,10 +110,10 @@ export function WhyView() {
   const doc = answer?.ok ? answer.data : null;
   const says = doc ? verdictOf(doc) : null;
   return html`<section class="card why-view full" aria-label="Why slow">
-    <div class="head"><h2>Why slow?</h2><label>look at the last <select value=${seconds.value} onChange=${(/** @type {any} */ e) => { seconds.value = e.target.value; }}>${Object.entries(WINDOWS).map(([s, words]) => html`<option value=${s} selected=${seconds.value === s}>${words}</option>`)}</select></label>
+    <div class="head"><h2>Why slow?</h2><label>look at the last <select data-figure="back" value=${back.value} onChange=${(/** @type {any} */ e) => { back.value = e.target.value; }}>${BACKS.map((s) => html`<option value=${s} selected=${back.value === s}>${BACK_NAMES[/** @type {"0"} */ (s)]}</option>`)}</select></label>
       ${doc && html`<span class="note">${short(doc.requests ?? 0)} requests in ${span(doc.seconds ?? 0)}, mean ${brief(doc.mean_s)}, p99 ${brief(doc.p99_s)}${ageOf(doc) != null ? ` · ${span(ageOf(doc))} old` : ""}</span>`}</div>
     ${!doc && html`<p class="none" role="status">${answer ? `${answer.error.message} ${answer.error.next_step ?? ""}` : "Asking."}</p>`}
-    ${doc && html`<p class="verdict large"><span class=${`verdict-sign v-${doc.verdict}`} data-figure="verdict"><span aria-hidden="true">${says?.sign}</span> ${says?.words}</span></p>
+    ${doc && html`<p class="verdict large"><span class=${`verdict-sign v-${doc.verdict}`} data-figure="verdict"><span aria-hidden="true">${says?.sign}</span> ${says?.words}</span></p><${Wrong}/>
       ${doc.causes.length > 0 && html`<ul class="causes">${doc.causes.map((/** @type {any} */ c, /** @type {number} */ n) => html`<${Cause} key=${`${c.kind}/${n}`} cause=${c}/>`)}</ul>`}
       <h3>Where the time goes</h3><${StageBars} stages=${doc.stages ?? []}/><${Ranks} ranks=${doc.ranks}/>
       ${doc.newest && html`<h3>The newest decision</h3><div class="scroll"><table><${DecisionHead}/><tbody><${DecisionRows} all=${[{ n: 0, times: 1, numbers: {}, detail: "", ...doc.newest, wall_s: doc.newest.wall_s ?? doc.newest.wall_time_s }]}/></tbody></table></div>`}`}

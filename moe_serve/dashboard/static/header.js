@@ -1,5 +1,5 @@
 // The top of the page: what is served, how it is, and whether the figures may be believed.
-import { age_s, beforePlan, dark, frame, held, html, moving, moves, placement, status, theme, worth } from "./state.js";
+import { age_s, beforePlan, dark, frame, held, html, moving, moves, placement, problems, status, theme, worth } from "./state.js";
 import { short, span } from "./words.js";
 import { KINDS } from "./moves.js";
 import { OperatorButton } from "./operator.js";
@@ -63,17 +63,16 @@ export function Banner() {
     stale: `No load report for ${span(age ?? 0)}.${old} Placement and moves are current.`,
   };
   const line = lines[/** @type {keyof typeof lines} */ (worth.value)];
-  const problems = p && worth.value !== "lost" ? p.problems : [];
   const paused = p?.state === "paused" && worth.value !== "lost" && !line;
   const missing = frame.value?.sources_missing ?? [];
   const partly = missing.length > 0 && worth.value === "live" ? `The newest window lacks ${missing.join(", ")}: its load is shown too low.` : "";
-  if (!line && !problems.length && !paused && !partly && !held.value) return null;
+  if (!line && !problems.value.length && !paused && !partly && !held.value) return null;
   return html`<div class="banner" role="status">
     ${line && html`<p data-figure="banner">${line}</p>`}
     ${held.value && html`<p data-figure="held">The picture is held at window ${frame.value?.window ?? "–"}. Press p or Go on to follow again.</p>`}
     ${paused && html`<p data-figure="paused"><span aria-hidden="true">❚❚</span> Placement is paused: nothing moves by itself. Serving goes on.</p>`}
     ${partly && html`<p class="problem"><span aria-hidden="true">▲</span> ${partly}</p>`}
-    ${problems.map((/** @type {string} */ text) => html`<p class="problem"><span aria-hidden="true">▲</span> ${text}</p>`)}
+    ${problems.value.map((/** @type {string} */ text) => html`<p class="problem"><span aria-hidden="true">▲</span> ${text}</p>`)}
   </div>`;
 }
 
@@ -84,7 +83,8 @@ export const Controls = () => html`<div class="controls"><${OperatorButton}/>
 export function Header() {
   const p = placement.value;
   const up = p ? p.ranks.filter((/** @type {any} */ r) => r.state === "up").length : 0;
-  const done = p ? Object.entries(p.moves_done).map(([kind, n]) => `${n} ${kind}`).join(", ") : "";
+  const replaced = p?.replicas_replaced ?? 0;
+  const done = p ? Object.entries(p.moves_done).map(([kind, n]) => `${n} ${kind}`).join(", ") + (replaced ? `; ${replaced} replicas removed to make room` : "") : "";
   const byKind = p ? Object.entries(KINDS).map(([kind, sign]) => html` <span class=${`k-${kind}`}><span aria-hidden="true">${sign}</span>${p.moves_done[kind] ?? 0}</span>`) : "";
   const total = p ? Object.values(p.moves_done).reduce((a, b) => Number(a) + Number(b), 0) : "–";
   return html`<header>
@@ -98,7 +98,7 @@ export function Header() {
       <${Figure} name="State" title="State of the controller"><${State}/><//>
       <${Figure} name="Data" title="Whether the figures are live"><${Freshness}/><//>
       <${Figure} name="Demand" title="Tokens × top-k that routers accepted in the newest window"><${Rate}/><//>
-      <${Figure} name="Moves done" title=${done}><b>${total}</b> <small aria-label=${done}>${byKind}</small><//>
+      <${Figure} name="Moves done" title=${done}><b>${total}</b> <small aria-label=${done}>${byKind}${replaced ? html`, ${replaced} made room` : ""}</small><//>
       <${Figure} name="Ranks" title="Ranks that are up, of all"><b>${p ? up : "–"}</b>${p && html` <small>of ${p.ranks.filter((/** @type {any} */ r) => r.state !== "removed").length} up</small>`}<//>
       <${Figure} name="Term · epoch" title="The controller's number · number of the routing table"><b>${p ? `${p.term} · ${p.epoch}` : "–"}</b><//>
     </dl>

@@ -40,7 +40,7 @@ function positionsOf(/** @type {any} */ v) {
 }
 
 /** Lowest rank that lists each expert, layers x experts; 65535 = none. */
-export function holders(/** @type {any} */ placement) {
+function holders(/** @type {any} */ placement) {
   const out = new Uint16Array(placement.layers * placement.experts).fill(65535);
   for (let r = placement.ranks.length - 1; r >= 0; r--) {
     for (let s = r * placement.width; s < (r + 1) * placement.width; s++) {

@@ -5,25 +5,20 @@ import { HeatMap } from "./heatmap.js";
 import { SHARE_CLAMP, columnOf, expertAt, heatView, showing, zoomed } from "./heatview.js";
 import { HottestTable } from "./hottest.js";
 import { HEAT, share } from "./lut.js";
+import { PhaseChoice, Segments } from "./segments.js";
 import { before, cursor, dark, frame, held, html, moving, newest, placement, range, worth } from "./state.js";
-import { MODES, PHASES, SORTS, chosen, hottest, layer, mode, phase, readCell, sort, zoom } from "./url.js";
+import { MODES, SORTS, chosen, hottest, layer, mode, phase, readCell, sort, zoom } from "./url.js";
 import { sayCell, short } from "./words.js";
 
 const SAY_AFTER_MS = 150;
-const NAMES = {
-  load: "Load", share: "Load ÷ fair share", replicas: "Replicas", change: "Change since last plan",
-  all: "All", prefill: "Prefill", decode: "Decode", id: "Id", device: "Rank",
-};
+const MODE_NAMES = { load: "Load", share: "Load ÷ fair share", replicas: "Replicas", change: "Change since last plan" };
+const SORT_NAMES = { id: "Id", load: "Load", device: "Rank" };
 const SORT_SAYS = { id: "Columns in the order of expert ids", load: "Each layer's experts, the hottest first", device: "Each layer's experts by the lowest rank that holds them" };
 const KEYS = "Arrows move, Page Up and Down ten layers, Home and End to the edges, Enter or click opens the expert, + − 0 or a drag zoom, / goes to an expert, p holds the picture.";
 const hovered = signal(/** @type {any} */ (null));
 const wrongJump = signal("");
 /** What is drawn now; keys and jumps reckon with it. */
 let drawn = /** @type {any} */ (null);
-
-export const Segments = (/** @type {any} */ { name, all, picked, names = NAMES, titles = {} }) => html`
-  <div class="segments" role="group" aria-label=${name}>${all.map((/** @type {string} */ key) => html`
-    <button type="button" aria-pressed=${picked.value === key} title=${titles[key]} onClick=${() => { picked.value = key; }}>${names[key] ?? key}</button>`)}</div>`;
 
 function Legend() {
   const ramp = useRef(/** @type {any} */ (null));
@@ -172,9 +167,9 @@ export function HeatCard() {
   const why = unseen();
   const change = mode.value === "change" && drawn?.change ? drawn.change : null;
   return html`<section class="card heat" aria-label="Layers and experts">
-    <div class="head"><h2>Layers × experts</h2><${Segments} name="Show" all=${MODES} picked=${mode}/>
-      ${mode.value !== "replicas" && html`<${Segments} name="Phase" all=${PHASES} picked=${phase}/>`}
-      <span class="ordering"><span class="lead">columns by</span><${Segments} name="Order of columns" all=${SORTS} picked=${sort} titles=${SORT_SAYS}/></span></div>
+    <div class="head"><h2>Layers × experts</h2><${Segments} name="Show" all=${MODES} picked=${mode} names=${MODE_NAMES}/>
+      ${mode.value !== "replicas" && html`<${PhaseChoice}/>`}
+      <span class="ordering"><span class="lead">columns by</span><${Segments} name="Order of columns" all=${SORTS} picked=${sort} names=${SORT_NAMES} titles=${SORT_SAYS}/></span></div>
     <div class="map" onPointerLeave=${() => { hovered.value = null; }}>
       <canvas ref=${canvas} id="map" tabindex="0" role="application" aria-roledescription="heat map" onKeyDown=${onKey} onBlur=${() => { if (!chosen.value) cursor.value = null; }}
         aria-describedby="map-keys" aria-label="Heat map, layers down, experts across"></canvas>

@@ -18,7 +18,7 @@ export function memoryOf(/** @type {any} */ r, /** @type {any} */ p) {
 }
 
 /** How the free places of the slot pool lie, in words; "" where the rank does not say. */
-export function sayPieces(/** @type {any} */ memory) {
+function sayPieces(/** @type {any} */ memory) {
   if (!memory?.slab_bytes) return "";
   const { free_bytes: free, largest_free_run_bytes: run } = memory;
   if (!free) return "the slot pool is full";
@@ -31,7 +31,7 @@ export function sayMemory(/** @type {any} */ memory, /** @type {any} */ r) {
   const pieces = sayPieces(r.memory);
   if (pieces) words.push(pieces);
   if (r.memory?.loaded_bytes) words.push(`backend ${mib(r.memory.loaded_bytes)}`);
-  if (r.memory?.host_cache_bytes) words.push(`host cache of the node ${mib(r.memory.host_cache_bytes)}`);
+  if (r.memory?.host_cache_bytes) words.push(`host cache of the node, as this rank saw it last, ${mib(r.memory.host_cache_bytes)}`);
   if (r.memory?.process_bytes) words.push(`process ${mib(r.memory.process_bytes)}`);
   return words.join(" · ");
 }

@@ -84,13 +84,17 @@ function RankSlots(/** @type {any} */ { doc }) {
 
 const arrow = (/** @type {any} */ a, /** @type {any} */ b) => html`<b>${fixed(unevenness(a))} → ${fixed(unevenness(b))}</b>`;
 
+/** Moves that remove another replica so that theirs fits. */
+const placing = (/** @type {any} */ p) => p.moves.filter((/** @type {any} */ m) => m.room?.length).length;
+
 function Sums(/** @type {any} */ { doc }) {
   const p = doc.plan;
   const copied = doc.copy_bytes ?? p.copy_bytes;
+  const placed = placing(p);
   const crossing = doc.cross_node_bytes ?? p.cross_node_bytes;
   return html`<dl class="figures sums">
-    <div class="figure"><dt>Moves</dt><dd><b>${p.moves.length}</b> <small>${p.state ?? ""}</small></dd></div>
-    <div class="figure"><dt>Bytes to copy</dt><dd><b>${mib(copied)}</b> <small>${crossing ? `${mib(crossing)} between nodes` : "none between nodes"}</small></dd></div>
+    <div class="figure"><dt>Moves</dt><dd><b>${p.moves.length}</b> <small>${p.state ?? ""}${placed ? `, ${placed} in place of another replica` : ""}</small></dd></div>
+    <div class="figure"><dt>Bytes to copy</dt><dd><b>${mib(copied)}</b> <small>${crossing ? mib(crossing) : "none"} between nodes or from the checkpoint</small></dd></div>
     <div class="figure"><dt>Imbalance, predicted</dt><dd>${arrow(doc.balancedness_before ?? p.balancedness_before, doc.balancedness_after ?? p.balancedness_after)}</dd></div>
     <div class="figure" title="One window before and one after, in each the traffic of that window; the realised gain prices both layouts on the same counts."><dt>Imbalance, measured</dt><dd>${arrow(doc.measured_before, doc.measured_after)}</dd></div>
     <div class="figure"><dt>Gain, predicted</dt><dd><b>${gain(p.gain_s_per_s)}</b> <small>of a rank's time</small></dd></div>
@@ -103,7 +107,7 @@ async function apply(/** @type {any} */ doc) {
   const p = doc.plan;
   await confirm({
     title: `Apply plan ${p.plan_id}`,
-    says: [`${p.moves.length} moves begin now; ${mib(p.copy_bytes)} are copied, ${p.cross_node_bytes ? mib(p.cross_node_bytes) : "none"} of them between nodes.`, "Requests are served meanwhile. The plan is refused where the placement has changed since it was computed."],
+    says: [`${p.moves.length} moves begin now${placing(p) ? `, ${placing(p)} of them in place of another replica` : ""}; ${mib(p.copy_bytes)} are copied, ${p.cross_node_bytes ? mib(p.cross_node_bytes) : "none"} of them between nodes or from the checkpoint.`, "Requests are served meanwhile. The plan is refused where the placement has changed since it was computed."],
     yes: "Apply",
     act: () => order("apply", { plan_id: p.plan_id }),
   });

@@ -83,6 +83,9 @@ export const worth = computed(() => {
   return age_s.value > s.stale_after_s ? "stale" : "live";
 });
 
+/** What the controller says is wrong, in sentences; none while this page's own server is away. */
+export const problems = computed(() => (placement.value && worth.value !== "lost" ? placement.value.problems : []));
+
 const MEAN_WINDOWS = 10;
 let ringed = /** @type {any[]} */ ([]);
 /**
@@ -96,10 +99,10 @@ export const moving = computed(() => {
   return ringed;
 });
 
-/** Mean imbalance of the newest windows of some: single windows of a second differ by chance. */
-const meanOf = (/** @type {any[]} */ windows) => {
+/** Mean imbalance of the newest windows of some: single windows of a second differ by chance. Null without any. */
+export const meanOf = (/** @type {any[]} */ windows) => {
   const newest = windows.slice(-MEAN_WINDOWS);
-  return newest.reduce((sum, p) => sum + p.imbalance, 0) / newest.length;
+  return newest.length ? newest.reduce((sum, p) => sum + p.imbalance, 0) / newest.length : null;
 };
 
 /** Imbalance before the newest plan that the page has seen both sides of, and since it began: means of up to MEAN_WINDOWS windows. */
@@ -108,7 +111,7 @@ export const beforePlan = computed(() => {
     const at = marks.value[i].wall_s;
     const earlier = points.value.filter((/** @type {any} */ p) => p.wall_s <= at);
     const since = points.value.filter((/** @type {any} */ p) => p.wall_s > at);
-    if (earlier.length) return { mark: marks.value[i], imbalance: meanOf(earlier), since: since.length ? meanOf(since) : null };
+    if (earlier.length) return { mark: marks.value[i], imbalance: Number(meanOf(earlier)), since: meanOf(since) };
   }
   return null;
 });

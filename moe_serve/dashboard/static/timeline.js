@@ -14,7 +14,7 @@ const inks = (/** @type {Element} */ element) => {
 };
 
 /** Seconds since the epoch that the charts show, of the newest points. @returns {[number, number]} */
-export function spanOf(/** @type {any[]} */ points) {
+function spanOf(/** @type {any[]} */ points) {
   const last = points.length ? points[points.length - 1].wall_s : Date.now() / 1000;
   const first = points.length ? points[0].wall_s : last;
   return [Math.min(last - SPAN_MIN_S, Math.max(first, last - SPAN_S)), last];

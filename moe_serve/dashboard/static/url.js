@@ -6,11 +6,15 @@ export const MODES = ["load", "share", "replicas", "change"];
 export const PHASES = ["all", "prefill", "decode"];
 export const SORTS = ["id", "load", "device"];
 export const MOVE_FILTERS = ["all", "running", "done", "aborted"];
+export const LISTS = ["moves", "decisions"];
+export const SINCES = ["1m", "10m", "all"];
+/** Seconds that the causes are looked for in; 0 = the newest windows. */
+export const BACKS = ["0", "60", "300"];
 
 const oneOf = (/** @type {string[]} */ all, /** @type {string | null} */ chosen) => (chosen && all.includes(chosen) ? chosen : all[0]);
 
 /** "2-9,0-63" as [first layer, last layer, first column, last column]; null where it is not that. */
-export function readZoom(/** @type {string | null} */ text) {
+function readZoom(/** @type {string | null} */ text) {
   const found = /^(\d{1,5})-(\d{1,5}),(\d{1,5})-(\d{1,5})$/.exec(text ?? "");
   if (!found) return null;
   const ends = found.slice(1).map(Number);
@@ -35,6 +39,11 @@ export const chosen = signal(/** @type {{layer: number, expert: number} | null} 
 /** Id of the plan to show, "" = the newest. */
 export const plan = signal("");
 export const filter = signal(MOVE_FILTERS[0]);
+/** How far back moves are shown and added up. */
+export const since = signal(SINCES[0]);
+/** Which list stands below the moves' tabs. */
+export const list = signal(LISTS[0]);
+export const back = signal(BACKS[0]);
 /** Whether the 50 hottest are listed below the map. */
 export const hottest = signal(false);
 
@@ -50,6 +59,9 @@ function read() {
     chosen.value = readCell(hash.get("expert"));
     plan.value = (hash.get("plan") ?? "").slice(0, 80);
     filter.value = oneOf(MOVE_FILTERS, hash.get("moves"));
+    since.value = oneOf(SINCES, hash.get("since"));
+    list.value = oneOf(LISTS, hash.get("list"));
+    back.value = oneOf(BACKS, hash.get("back"));
     hottest.value = hash.get("hottest") === "1";
   });
 }
@@ -62,6 +74,9 @@ function fragment() {
   if (chosen.value) parts.push(`expert=${chosen.value.layer}.${chosen.value.expert}`);
   if (plan.value) parts.push(`plan=${encodeURIComponent(plan.value)}`);
   if (filter.value !== MOVE_FILTERS[0]) parts.push(`moves=${filter.value}`);
+  if (since.value !== SINCES[0]) parts.push(`since=${since.value}`);
+  if (list.value !== LISTS[0]) parts.push(`list=${list.value}`);
+  if (back.value !== BACKS[0]) parts.push(`back=${back.value}`);
   if (hottest.value) parts.push("hottest=1");
   return `#${parts.join("&")}`;
 }

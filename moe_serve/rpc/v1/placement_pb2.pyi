@@ -372,6 +372,33 @@ class Router(_message.Message):
 Global___Router: _TypeAlias = Router  # noqa: Y015
 
 @_typing.final
+class Removed(_message.Message):
+    """A replica that a move takes off a rank so that what it adds fits there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    EXPERT_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    expert: _builtins.int
+    rank: _builtins.int
+    def __init__(
+        self,
+        *,
+        layer: _builtins.int = ...,
+        expert: _builtins.int = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert", b"expert", "layer", b"layer", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Removed: _TypeAlias = Removed  # noqa: Y015
+
+@_typing.final
 class Move(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -389,6 +416,7 @@ class Move(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     STARTED_AT_S_FIELD_NUMBER: _builtins.int
     ENDED_AT_S_FIELD_NUMBER: _builtins.int
+    ROOM_FIELD_NUMBER: _builtins.int
     move_id: _builtins.int
     plan_id: _builtins.str
     kind: Global___MoveKind.ValueType
@@ -398,11 +426,16 @@ class Move(_message.Message):
     target_rank: _builtins.int
     copy_bytes: _builtins.int
     cross_node: _builtins.bool
+    """Whether its bytes come from another node or from the checkpoint."""
     reason: _builtins.str
     gain_s_per_s: _builtins.float
     state: Global___MoveState.ValueType
     started_at_s: _builtins.float
     ended_at_s: _builtins.float
+    @_builtins.property
+    def room(self) -> _containers.RepeatedCompositeFieldContainer[Global___Removed]:
+        """What makes room for it; empty where it fits without, and where the controller did not see the plan begin."""
+
     def __init__(
         self,
         *,
@@ -420,10 +453,11 @@ class Move(_message.Message):
         state: Global___MoveState.ValueType = ...,
         started_at_s: _builtins.float = ...,
         ended_at_s: _builtins.float = ...,
+        room: _abc.Iterable[Global___Removed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_bytes", b"copy_bytes", "cross_node", b"cross_node", "ended_at_s", b"ended_at_s", "expert", b"expert", "gain_s_per_s", b"gain_s_per_s", "kind", b"kind", "layer", b"layer", "move_id", b"move_id", "plan_id", b"plan_id", "reason", b"reason", "source_rank", b"source_rank", "started_at_s", b"started_at_s", "state", b"state", "target_rank", b"target_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_bytes", b"copy_bytes", "cross_node", b"cross_node", "ended_at_s", b"ended_at_s", "expert", b"expert", "gain_s_per_s", b"gain_s_per_s", "kind", b"kind", "layer", b"layer", "move_id", b"move_id", "plan_id", b"plan_id", "reason", b"reason", "room", b"room", "source_rank", b"source_rank", "started_at_s", b"started_at_s", "state", b"state", "target_rank", b"target_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -476,6 +510,7 @@ class GetPlacementResponse(_message.Message):
     EPOCHS_PUBLISHED_FIELD_NUMBER: _builtins.int
     SERVICE_ID_FIELD_NUMBER: _builtins.int
     PLANS_STALLED_FIELD_NUMBER: _builtins.int
+    REPLICAS_REPLACED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     weights_version: _builtins.str
     num_layers: _builtins.int
@@ -495,6 +530,8 @@ class GetPlacementResponse(_message.Message):
     service_id: _builtins.str
     plans_stalled: _builtins.int
     """Plans that stood still since the controller began: none of their steps went on for two windows."""
+    replicas_replaced: _builtins.int
+    """Replicas that finished moves removed to make room for what they added, since the service began."""
     @_builtins.property
     def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What is wrong now, each with its next step."""
@@ -541,10 +578,11 @@ class GetPlacementResponse(_message.Message):
         epochs_published: _builtins.int = ...,
         service_id: _builtins.str = ...,
         plans_stalled: _builtins.int = ...,
+        replicas_replaced: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_insecure", b"accepts_insecure", "epoch", b"epoch", "epochs_published", b"epochs_published", "missing", b"missing", "model", b"model", "moves", b"moves", "moves_done", b"moves_done", "network", b"network", "num_experts", b"num_experts", "num_layers", b"num_layers", "plans_stalled", b"plans_stalled", "policy", b"policy", "problems", b"problems", "ranks", b"ranks", "routers", b"routers", "service_id", b"service_id", "simulated", b"simulated", "slot_bytes", b"slot_bytes", "state", b"state", "term", b"term", "top_k", b"top_k", "uptime_s", b"uptime_s", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_insecure", b"accepts_insecure", "epoch", b"epoch", "epochs_published", b"epochs_published", "missing", b"missing", "model", b"model", "moves", b"moves", "moves_done", b"moves_done", "network", b"network", "num_experts", b"num_experts", "num_layers", b"num_layers", "plans_stalled", b"plans_stalled", "policy", b"policy", "problems", b"problems", "ranks", b"ranks", "replicas_replaced", b"replicas_replaced", "routers", b"routers", "service_id", b"service_id", "simulated", b"simulated", "slot_bytes", b"slot_bytes", "state", b"state", "term", b"term", "top_k", b"top_k", "uptime_s", b"uptime_s", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -662,6 +700,7 @@ class PlanView(_message.Message):
     plan_id: _builtins.str
     copy_bytes: _builtins.int
     cross_node_bytes: _builtins.int
+    """Of these, bytes that come from another node or from the checkpoint."""
     cost_s: _builtins.float
     gain_s_per_s: _builtins.float
     balancedness_before: _builtins.float

@@ -136,6 +136,8 @@ def test_status_as_json_has_numbers_for_numbers() -> None:
     assert shown["moves_done"] == {"migrate": 1, "replicate": 3}
     assert [move["kind"] for move in shown["moves"]] == ["replicate", "migrate"]
     assert shown["moves"][0]["state"] == "running"
+    assert shown["ranks"][0]["memory"]["free_bytes"] == 3 * MIB
+    assert shown["routers"][0]["address"] == "127.0.0.1:4711"
     assert shown["ranks"][0]["slots"][2]["layer"] == -1
     assert shown["load"]["layer_imbalance"] == [0.1, 0.4]
     assert "demand" not in shown["load"]
@@ -177,6 +179,7 @@ def test_plan_passes_policy_and_limit_on() -> None:
     assert admin.asked == [("compute_plan", "eplb", 2)]
     assert (shown["plan_id"], shown["term"], shown["epoch"]) == ("2-4", 2, 7)
     assert [move["kind"] for move in shown["moves"]] == ["replicate", "migrate", "evict"]
+    assert (shown["state"], shown["records"]) == ("computed", [])
 
 
 def test_plan_with_an_unknown_policy_is_a_usage_error() -> None:
@@ -195,7 +198,7 @@ def test_apply_runs_exactly_that_plan() -> None:
 
 def test_apply_check_only_asks() -> None:
     admin = FakeAdmin()
-    result = _run(admin, "apply", "2-4", "--check", "--wait", "5")
+    result = _run(admin, "apply", "2-4", "--check")
     assert (result.exit_code, admin.asked) == (0, [("apply_plan", "2-4", True)])
     assert result.stdout == "plan 2-4 still fits; nothing was started\n"
 
@@ -222,6 +225,8 @@ def test_apply_waits_for_the_moves(last: pb.MoveState.ValueType, code: int) -> N
         "plan 2-4: 0 of 1 moves ended",
         "plan 2-4: 1 of 1 moves ended",
     ]
+    said = "done, 1 of 1 moves" if code == 0 else "1 of 1 moves are not done; see"
+    assert result.stdout.startswith(f"plan 2-4: {said}")
 
 
 def test_apply_waits_for_the_last_step() -> None:

@@ -99,6 +99,7 @@ def test_programs_get_every_record(form: str) -> None:
     else:
         found = list(yaml.safe_load_all(text))
     assert [one["seq"] for one in found] == [1, 2, 3]
+    assert [one["wall_s"] for one in found] == [1_800_000_000.0 + 2.0 * seq for seq in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("option", ["-v", "--why"])

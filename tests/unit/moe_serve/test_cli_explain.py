@@ -128,7 +128,7 @@ def test_a_plan_is_explained_with_its_records(rewrite: bool) -> None:
 def test_of_a_plan_that_only_records_tell_of_no_figure_is_shown() -> None:
     shown = _run(FakeAdmin(plan=pb.PlanView(plan_id="2-4")), "explain", "plan", "2-4").stdout
     assert shown.startswith("Plan 2-4: what it moved is not kept any more\n")
-    assert "Balancedness predicted not known -> not known; measured 0.510 in" in shown
+    assert "Imbalance predicted not known -> not known; measured 0.96 in" in shown
 
 
 def test_a_plan_that_is_not_kept_is_refused_by_name() -> None:

@@ -83,22 +83,27 @@ def test_the_phase_is_that_which_was_asked_for(phase: str) -> None:
 
 def test_programs_get_lists_by_layer() -> None:
     shown = yaml.safe_load(_run(_small(), "--layer", 1, "-o", "yaml").stdout)
-    assert (shown["layers"], shown["pairs"], shown["shares"]) == ([1], [[0, 4]], [[0.0, 1.0]])
+    assert (shown["layers"], shown["pairs"], shown["share"]) == ([1], [[0, 4]], [[0.0, 1.0]])
     assert shown["replicas"] == [[1, 1]]
 
 
 def test_csv_has_a_line_an_expert(tmp_path: Path) -> None:
-    expected = "layer,expert,pairs,share,replicas\n0,0,7,0.7,1\n0,1,3,0.3,1\n1,0,0,0,1\n1,1,4,1,1\n"
+    expected = [
+        b"layer,expert,pairs,share,rank_in_layer,replicas,ranks",
+        b"0,0,7,0.70000000,1,1,0",
+        b"0,1,3,0.30000000,2,1,1",
+        b"1,0,0,0.00000000,2,1,0",
+        b"1,1,4,1.00000000,1,1,1",
+        b"",
+    ]
     file = tmp_path / "heat.csv"
     result = _run(_small(), "--csv", file)
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr.replace("\n", "") == f"heat written to {file}"
-    assert file.read_text() == expected
-    assert _run(_small(), "--csv", "-").stdout == expected
-    assert _run(_small(), "--csv", "-", "--layer", 1).stdout.splitlines()[1:] == [
-        "1,0,0,0,1",
-        "1,1,4,1,1",
-    ]
+    assert file.read_bytes().split(b"\r\n") == expected
+    assert _run(_small(), "--csv", "-").stdout_bytes.split(b"\r\n") == expected
+    one = _run(_small(), "--csv", "-", "--layer", 1).stdout_bytes
+    assert one.split(b"\r\n") == [expected[0], *expected[3:]]
 
 
 def _pixels(file: Path) -> tuple[np.ndarray, bytes]:

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from moe_serve.cli.hotness import PhaseChoice, hotness_of
+from moe_serve.cli.hotness import hotness_of
+from moe_serve.documents.window import PhaseChoice
 from moe_serve.errors import InvalidArgument
 from moe_serve.rpc import placement_pb2 as pb
 from tests.fakes.admin import make_placement, make_window
@@ -29,7 +30,7 @@ def test_pairs_are_those_of_the_phase(phase: PhaseChoice, pairs: list[list[int]]
 def test_shares_are_of_the_layer_and_fair_ones_are_one() -> None:
     hot = hotness_of(make_window(DEMAND), make_placement(), PhaseChoice.ALL)
     np.testing.assert_allclose(hot.shares, [[0.7, 0.3], [0.0, 1.0]])
-    np.testing.assert_allclose(hot.fair_shares, [[1.4, 0.6], [0.0, 2.0]])
+    np.testing.assert_allclose(hot.times_fair_share, [[1.4, 0.6], [0.0, 2.0]])
     idle = hotness_of(make_window(0 * DEMAND), make_placement(), PhaseChoice.ALL)
     assert not idle.shares.any()
 

@@ -215,6 +215,43 @@ def test_a_journal_is_stepped_and_scored(tmp_path: Path) -> None:
     assert "The layout that never moves" in result.stdout
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--file", EXAMPLE),
+        ("--ranks", 4),
+        ("--slots", 0),
+        ("--experts", 0),
+        ("--top-k", 8),
+        ("--window-tokens", 2048),
+        ("--decode",),
+        ("--free-copies",),
+    ],
+    ids=lambda options: str(options[0]),
+)
+def test_a_journal_takes_no_option_of_a_trace(tmp_path: Path, options: tuple[object, ...]) -> None:
+    result = _run(_journal(tmp_path, []), *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{options[0]} has no say beside a journal" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--top-k", 2), "--top-k has no say beside a trace of tokens"),
+        (("-f", EXAMPLE, "--ranks", 4), "--ranks has no say beside --file"),
+        (("-f", EXAMPLE, "--slots", 9, "--experts", 8), "--slots, --experts have no say"),
+        (("--chart", "-o", "json"), "--chart has no say beside -o json"),
+    ],
+)
+def test_a_trace_takes_no_option_that_is_not_heard(
+    tmp_path: Path, options: tuple[object, ...], said: str
+) -> None:
+    result = _run(_trace(tmp_path), *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in " ".join(result.stderr.split())
+
+
 def test_a_journal_as_json_and_by_its_file(tmp_path: Path) -> None:
     _journal(tmp_path, _rows())
     shown = json.loads(_run(tmp_path / INPUTS_FILE, "-p", "static", "-o", "json").stdout)

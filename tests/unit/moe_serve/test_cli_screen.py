@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from moe_serve.cli.app import app
 from moe_serve.cli.views.screen import NO_PROMISE
+from moe_serve.controller.journal_store import InputsStore
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
 SMALL = ("--window-tokens", 100, "--ranks", 2)
@@ -88,6 +89,13 @@ def test_programs_get_the_verdict_and_all_figures(tmp_path: Path, form: str) -> 
 )
 def test_wrong_options_are_exit_2(tmp_path: Path, args: tuple[object, ...]) -> None:
     assert _run(_trace(tmp_path, skewed=True), *args).exit_code == 2
+
+
+def test_a_journal_takes_no_option_of_a_trace(tmp_path: Path) -> None:
+    InputsStore(tmp_path).close()
+    result = _run(tmp_path, "--ranks", 4)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--ranks has no say beside a journal" in " ".join(result.stderr.split())
 
 
 def test_a_file_that_is_no_recording_is_exit_2(tmp_path: Path) -> None:

@@ -24,7 +24,16 @@ def test_bytes(count: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.00042, "0.42 ms"), (1.5, "1.5 s"), (75, "75 s"), (600, "10 min"), (4000, "1 h 06 min")],
+    [
+        (0.00042, "0.42 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
+        (1.5, "1.5 s"),
+        (75, "75 s"),
+        (600, "10 min"),
+        (4000, "1 h 06 min"),
+        (-2.5, "-2.5 s"),
+    ],
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert shown_seconds(seconds) == text

@@ -20,7 +20,7 @@ from moe_serve.cli.options import Reach
 from moe_serve.cli.watching import Following, Glance, Watch, keys_read, screen_of, show_live
 from moe_serve.errors import PermissionDenied, Unavailable
 from moe_serve.rpc import placement_pb2 as pb
-from tests.fakes.admin import FakeAdmin, make_placement, make_window
+from tests.fakes.admin import MIB, FakeAdmin, make_placement, make_window
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
 DEMAND = np.array([[[6, 2], [0, 0]], [[1, 1], [0, 4]]])
@@ -79,7 +79,17 @@ def test_programs_get_every_row_as_numbers(form: str) -> None:
     ]
     first = shown["rows"][0]
     assert (first["pairs"], first["pairs_per_s"], first["replicas"]) == (7, 3.5, 1)
-    assert (first["share"], first["fair_shares"], first["ranks"]) == (0.7, 1.4, [0])
+    assert (first["share"], first["times_fair_share"], first["ranks"]) == (0.7, 1.4, [0])
+    assert [row["rank_in_layer"] for row in shown["rows"]] == [1, 1, 2, 2]
+
+
+def test_memory_of_a_rank_is_told_apart_for_programs_and_summed_for_people() -> None:
+    placement = make_placement()
+    placement.ranks[0].reserved_bytes = 3 * MIB
+    admin = FakeAdmin(placements=[placement])
+    row = json.loads(_run(admin, "ranks", "-o", "json").stdout)["rows"][0]
+    assert (row["resident_bytes"], row["reserved_bytes"]) == (6 * MIB, 3 * MIB)
+    assert "9.0 MiB  9.0 MiB" in _run(FakeAdmin(placements=[placement]), "ranks").stdout
 
 
 def test_ranks_that_reported_nothing_are_there() -> None:
@@ -255,8 +265,8 @@ def test_a_key_is_read_at_once_and_the_terminal_is_left_as_it_was(
 
 def test_a_live_table_fits_the_terminal_and_says_when_there_is_no_window_yet() -> None:
     from moe_serve.cli.commands.top import _parts
-    from moe_serve.cli.hotness import PhaseChoice
     from moe_serve.cli.views.top import Kind
+    from moe_serve.documents.window import PhaseChoice
 
     seen = (make_placement(), None)
     (line,) = _parts(seen, Kind.EXPERTS, PhaseChoice.ALL, 5, 0.0)
@@ -264,3 +274,11 @@ def test_a_live_table_fits_the_terminal_and_says_when_there_is_no_window_yet() -
     load: pb.GetLoadResponse = make_window(DEMAND)
     parts = _parts((make_placement(), load), Kind.EXPERTS, PhaseChoice.ALL, 2, 3.5)
     assert "4 s old" in str(parts[0])
+
+
+def test_without_load_no_expert_is_listed() -> None:
+    idle = FakeAdmin(window=make_window(np.zeros_like(DEMAND), RANK_PAIRS, BUSY))
+    shown = _run(idle, "experts").stdout
+    assert "No expert was asked for in this window." in shown
+    assert "EXPERT" not in shown
+    assert "RANK" in _run(idle, "ranks").stdout

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
@@ -14,8 +15,15 @@ from moe_serve.controller.explaining import SECONDS_MAX
 from moe_serve.dashboard import answers, endpoints, operating, reading
 from moe_serve.dashboard.answers import ApiError
 from moe_serve.dashboard.endpoints import Endpoint, Param
-from moe_serve.dashboard.explaining import KEYS_MAX, Kept
-from moe_serve.errors import MoeServeError, ResourceExhausted, StaleTerm, Unavailable
+from moe_serve.dashboard.kept import KEYS_MAX, Kept
+from moe_serve.errors import (
+    FieldViolation,
+    MoeServeError,
+    NotFound,
+    ResourceExhausted,
+    StaleTerm,
+    Unavailable,
+)
 from moe_serve.rpc import placement_pb2 as pb
 
 ENDPOINTS = [
@@ -115,6 +123,21 @@ def test_what_may_succeed_later_says_when(error: MoeServeError, status: int) -> 
     found = answers.of_controller(error)
     assert found.status == status
     assert found.headers["Retry-After"] == ("3" if status == 429 else "5")
+
+
+def test_what_no_document_is_of_is_not_found_and_named() -> None:
+    error = NotFound("no phase decode", violations=(FieldViolation("phase", "no such"),))
+    found = answers.of_nothing(error)
+    assert (found.status, found.field, found.code) == (404, "phase", "not_found")
+
+
+def test_csv_has_a_limit_that_names_another_way() -> None:
+    with pytest.raises(ApiError) as refused:
+        reading.csv_of(np.ones((400, 1024), dtype=np.int64), {})
+    assert refused.value.status == 413
+    assert "/api/v1/frame" in refused.value.next_step
+    least = reading.csv_of(np.ones((64, 512), dtype=np.int64), {})
+    assert len(least) < reading.CSV_BYTES_MAX
 
 
 def test_errors_of_the_web_server_do_not_repeat_what_was_sent() -> None:

@@ -154,15 +154,3 @@ def test_an_empty_placement_has_a_document() -> None:
     document = frames.placement_document(pb.GetPlacementResponse(), seq=1, wall_s=0.0)
     assert document["slots"]["width"] == 0
     assert document["replicas"] == ""
-
-
-def test_moves_and_records_are_words() -> None:
-    move = pb.Move(
-        move_id=2, plan_id="9-a", kind=pb.MOVE_KIND_EVICT, state=pb.MOVE_STATE_RUNNING, reason="why"
-    )
-    assert frames.move_view(move)["kind"] == "evict"
-    assert frames.move_view(move)["state"] == "running"
-    assert frames.move_view(pb.Move())["kind"] == "unknown"
-    record = pb.DecisionRecord(seq=5, rule="in_balance", outcome="kept", numbers={"b": 2, "a": 1})
-    assert frames.record_view(record, 12)["n"] == 12
-    assert list(frames.record_view(record, 12)["numbers"]) == ["a", "b"]

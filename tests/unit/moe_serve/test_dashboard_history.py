@@ -80,6 +80,17 @@ def test_only_the_start_of_a_plan_is_a_mark() -> None:
     assert [(m["plan_id"], m["moves"], m["wall_s"]) for m in kept.marks] == [("9-a", 3, 1002.0)]
 
 
+def test_records_since_a_date_are_those_made_then_or_later_whatever_their_order() -> None:
+    kept = History()
+    for seq, wall_s in ((1, 1000.0), (2, 1060.0), (3, 1040.0), (4, 1061.0)):
+        kept.add_record(record(seq, wall_time_s=wall_s))
+    assert [r["n"] for r in kept.records_after(0, 1060.0)] == [2, 4]
+    assert [r["n"] for r in kept.records_after(0, 1060.5)] == [4]
+    assert [r["n"] for r in kept.records_after(0, 1040.0)] == [2, 3, 4]
+    assert [r["n"] for r in kept.records_after(2, 1040.0)] == [3, 4]
+    assert len(kept.records_after(0)) == 4
+
+
 def test_a_window_is_one_point() -> None:
     kept = History()
     load = pb.GetLoadResponse(window=3, end_s=12.0, imbalance=0.5, layer_imbalance=[0.2, 0.9])
@@ -159,6 +170,30 @@ def test_moves_come_a_page_at_a_time_and_none_is_left_out() -> None:
         found += [(m["move_id"], m["state"]) for m in page]
     assert found == [(0, "done"), (2, "done"), (3, "done"), (4, "done"), (1, "aborted")]
     assert version == kept.moves_version
+
+
+def test_moves_since_a_date_are_those_that_began_or_ended_then_or_later() -> None:
+    kept = History()
+    kept.add_record(record(0, at_s=0.0, wall_time_s=1000.0))
+    times = ((10.0, 0.0), (10.0, 60.0), (60.0, 0.0), (60.5, 61.0), (0.0, 0.0))
+    moves = [
+        pb.Move(plan_id="p", move_id=n, state=2, started_at_s=began, ended_at_s=ended)  # type: ignore[arg-type]
+        for n, (began, ended) in enumerate(times)
+    ]
+    kept.update_moves(pb.GetPlacementResponse(moves=moves))
+
+    def page(since_wall_s: float | None, after: int = 0, limit: int = 9) -> tuple[list[int], int]:
+        found, version = kept.moves_page(after, limit, since_wall_s)
+        return [m["move_id"] for m in found], version
+
+    assert page(None)[0] == [0, 1, 2, 3, 4], "all, those without a date too"
+    assert page(1010.0)[0] == [0, 1, 2, 3]
+    assert page(1060.0)[0] == [1, 2, 3]
+    assert page(1060.1)[0] == [3]
+    assert page(1061.5) == ([], kept.moves_version)
+    first, version = page(1060.0, limit=2)
+    assert first == [1, 2]
+    assert page(1060.0, after=version)[0] == [3]
 
 
 def test_moves_of_a_plan_and_of_an_expert_are_found() -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from moe_serve.dashboard import plans
 from moe_serve.dashboard.history import History
-from moe_serve.dashboard.plans import Beginnings, Layout, applied, plan_document, replicas_of
+from moe_serve.dashboard.plans import Beginnings, Layout, applied, drawn_plan, replicas_of
+from moe_serve.documents.plans import no_plan
 from moe_serve.rpc import placement_pb2 as pb
 
 KINDS = {"add": pb.MOVE_KIND_REPLICATE, "go": pb.MOVE_KIND_MIGRATE, "end": pb.MOVE_KIND_EVICT}
@@ -235,17 +236,17 @@ def test_the_state_of_a_plan_is_that_of_its_moves(states: list[int], said: str) 
     if said != "computed":
         history.update_moves(pb.GetPlacementResponse(moves=moves))
     answer = pb.ExplainPlanResponse(plan=pb.PlanView(plan_id="p", moves=moves))
-    document = plan_document(answer, history.moves_of("p"), None, priced=True)
+    document = drawn_plan(answer, history.moves_of("p"), None, priced=True)
     assert document["plan"]["state"] == said
     assert document["before"] is document["after"] is None
 
 
 def test_what_is_not_known_is_null_and_not_nothing() -> None:
     answer = plans.own_plan("p", [move("add", 0, 0, 1, copy_bytes=7, cross_node=True)])
-    document = plan_document(answer, [], layout([0, 1], [2, -1]), priced=False)
+    document = drawn_plan(answer, [], layout([0, 1], [2, -1]), priced=False)
     assert (document["copy_bytes"], document["cross_node_bytes"]) == (7, 7)
     for name in ("balancedness_before", "balancedness_after", "measured_before", "measured_after"):
         assert document[name] is None
     assert document["plan"]["cost_s"] is None
     assert document["after"] is not None
-    assert plans.no_plan()["plan"] is None
+    assert no_plan()["plan"] is None

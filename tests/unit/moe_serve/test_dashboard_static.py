@@ -15,6 +15,8 @@ from moe_serve.errors import StartRefused
 STATIC = Path(moe_serve.dashboard.__file__).parent / "static"
 OURS = sorted(STATIC.glob("*.js"))
 MODULE_LINES_MAX = 300
+TAKES = re.compile(r"""^import \{([^}]*)\} from ["']([^"']+)["']""", re.MULTILINE)
+GIVES = re.compile(r"^export (?:async )?(?:const|let|function|class) (\w+)", re.MULTILINE)
 IMPORT = re.compile(r"""(?:\bfrom|\bimport)\s*["']([^"']+)["']""")
 
 
@@ -64,6 +66,19 @@ def test_modules_are_short_and_every_one_is_used() -> None:
     assert [name for name, text in texts.items() if text.count("\n") > MODULE_LINES_MAX] == []
     imported = {target for text in texts.values() for target in IMPORT.findall(text)}
     assert {f"./{name}" for name in texts} - imported == {"./app.js"}
+
+
+def test_what_a_module_exports_another_one_takes() -> None:
+    texts = {path.name: path.read_text(encoding="utf-8") for path in OURS}
+    taken = {
+        (source, name.strip())
+        for text in texts.values()
+        for names, source in TAKES.findall(text)
+        for name in names.split(",")
+    }
+    given = {(f"./{file}", name) for file, text in texts.items() for name in GIVES.findall(text)}
+    assert len(given) > len(texts)
+    assert given - taken == set()
 
 
 def test_no_module_makes_markup_or_code_of_text() -> None:

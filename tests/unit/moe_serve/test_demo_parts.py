@@ -3,6 +3,7 @@ terminal."""
 
 from __future__ import annotations
 
+import sys
 from importlib import resources
 from pathlib import Path
 
@@ -99,16 +100,23 @@ def test_what_a_model_writes_is_shown_as_it_is_and_not_at_all_where_quiet(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = TextLine(at_s=0.0, tokens=3, domain="code", prompt="a\n[bold]", text="[/] x[0]\n[red]")
-    Screen(quiet=False).text(line)
+    Screen(False, sys.stdout).text(line)
     assert "a⏎[bold][/] x[0]⏎[red]" in capsys.readouterr().out
-    Screen(quiet=True).text(line)
+    Screen(True, sys.stdout).text(line)
     assert capsys.readouterr().out == ""
+
+
+def test_where_a_program_reads_the_figures_the_talk_is_on_stderr(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Screen(True, sys.stderr).note("starting")
+    assert capsys.readouterr() == ("", "» starting\n")
 
 
 def test_moves_that_ended_are_shown_with_their_reason_and_other_decisions_are_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    screen = Screen(quiet=False)
+    screen = Screen(False, sys.stdout)
     for rule, outcome in (("migrate", "done"), ("migrate", "started"), ("in_balance", "done")):
         screen.record(pb.DecisionRecord(rule=rule, outcome=outcome, detail=f"{rule} {outcome}"))
     assert capsys.readouterr().out.split() == ["migrate", "migrate", "done"]
@@ -117,7 +125,7 @@ def test_moves_that_ended_are_shown_with_their_reason_and_other_decisions_are_no
 def test_the_live_line_waits_for_a_placement_and_comes_seldom(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    screen, seen = Screen(quiet=False), Seen(imbalance=0.25)
+    screen, seen = Screen(False, sys.stdout), Seen(imbalance=0.25)
     screen.live(seen)
     assert capsys.readouterr().out == ""
     seen.placement = pb.GetPlacementResponse(epoch=3, state="moving", moves_done={"migrate": 2})
@@ -131,11 +139,11 @@ def test_a_summary_names_every_bar_that_was_missed(capsys: pytest.CaptureFixture
     found = {"lost": 1, "imbalance": 0.123456, "seed": 1}
     reached = Check(name="imbalance", bar="<= 0.2", holds=True)
     missed = Check(name="lost", bar="= 0", holds=False)
-    Screen(quiet=True).summary(found, [reached, missed])
+    Screen(True, sys.stdout).summary(found, [reached, missed])
     shown = capsys.readouterr().out
     assert "missed: lost" in shown
     assert "0.1235" in shown
-    Screen(quiet=True).summary(found, [reached])
+    Screen(True, sys.stdout).summary(found, [reached])
     assert "every bar reached" in capsys.readouterr().out
 
 

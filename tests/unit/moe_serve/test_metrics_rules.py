@@ -195,6 +195,20 @@ def test_dashboard_rules_and_configuration_are_printed() -> None:
     assert TARGET in said("scrape")
 
 
+@pytest.mark.parametrize("url", ["https://wiki.example/run", "https://wiki.example/run/"])
+def test_runbooks_may_be_elsewhere(url: str) -> None:
+    """Annotations of an alert are read where nobody has this repository."""
+    usual, moved = said("rules"), said("rules", "--runbooks", url)
+    pages = [rule["annotations"]["runbook_url"] for rule in _alerts_of(moved)]
+    assert pages == [f"https://wiki.example/run/{alert.runbook}" for alert in ALERTS]
+    assert moved.replace("https://wiki.example/run/", RUNBOOKS) == usual
+
+
+def _alerts_of(text: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = yaml.safe_load(text)["groups"][0]["rules"]
+    return found
+
+
 # ------------------------------------------------------------------------------ promtool's tests
 #
 # Each alert with samples on which it must fire, and quiet ones on which it must not. Series are in

@@ -1,5 +1,5 @@
-"""README's Python blocks run as they stand, each in a process of its own, against a router that
-computes with the tiny model's weights."""
+"""Python blocks of the tutorial run as they stand, each in a process of its own, against a router
+that computes with the tiny model's weights."""
 
 import os
 import subprocess
@@ -15,12 +15,13 @@ from moe_serve.bootstrap.parts import checkpoint_folder
 from moe_serve.bootstrap.record import ServiceRecord, write_record
 from moe_serve.weights import Checkpoint
 from moe_serve.weights.canonical import canonical_views
-from tests.architecture.test_readme import PYTHON
 from tests.architecture.tree import ROOT
+from tests.doc_blocks import blocks_of
 from tests.fakes.dispatch_service import FakeRouter, threaded_router
 
 CHECKPOINT = Checkpoint.open(checkpoint_folder("package:tiny_moe"))
-CALLS = "range(2000)"
+CLIENT, MODEL = (block for block in blocks_of("docs/tutorial.md") if block.kind == "python")
+CALLS = "range(100_000)"
 
 
 @cache
@@ -80,7 +81,7 @@ def _run(text: str) -> str:
 
 @pytest.mark.timeout(60)
 def test_the_client_block_runs(router: FakeRouter) -> None:
-    text = PYTHON[0].text
+    text = CLIENT.text
     assert CALLS in text
     _run(text.replace(CALLS, "range(24)"))
     assert len(router.requests) == 24
@@ -89,7 +90,7 @@ def test_the_client_block_runs(router: FakeRouter) -> None:
 
 @pytest.mark.timeout(180)  # transformers and torch take seconds to import
 def test_the_model_block_writes_text(router: FakeRouter) -> None:
-    written = _run(PYTHON[1].text)
+    written = _run(MODEL.text)
     assert written.startswith("def main(")
     assert len(written) > len("def main(") + 10
     assert len(router.requests) >= 39 * CHECKPOINT.spec.num_layers
