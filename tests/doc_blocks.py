@@ -100,9 +100,13 @@ def blocks_of(page: str) -> list[Block]:
     return blocks(page, (ROOT / page).read_text(encoding="utf-8"))
 
 
-def marked(page: str, runner: str) -> list[Block]:
-    """Shell blocks of a page that say that this file runs them."""
-    return [b for b in blocks_of(page) if b.kind in SHELL and b.what == runner]
+def marked(page: str, runner: str, word: str = "run") -> list[Block]:
+    """Shell blocks of a page that say, by this word, that this file runs them."""
+    return [
+        block
+        for block in blocks_of(page)
+        if block.kind in SHELL and (block.word, block.what) == (word, runner)
+    ]
 
 
 def runner_problem(block: Block) -> str:
@@ -141,9 +145,10 @@ def runner_problem(block: Block) -> str:
     return f"{block.what} does not run {' '.join(absent)}" if absent else ""
 
 
-def _tests(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+def _tests(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+        if isinstance(node, kinds) and node.name.startswith("test_"):
             yield node
 
 

@@ -6,6 +6,7 @@ inside the commands that start or end a service.
 """
 
 import os
+import sys
 
 PROGRAM = "moe-serve"
 COMPLETE_VARIABLE = "_MOE_SERVE_COMPLETE"
@@ -16,6 +17,7 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line of this process and exit with its code."""
+    _fill_closed_streams()
     try:
         from moe_serve.cli.app import app
     except KeyboardInterrupt:
@@ -26,3 +28,12 @@ def main() -> None:
 
         offer_completions()
     app(prog_name=PROGRAM)
+
+
+def _fill_closed_streams() -> None:
+    """Where a shell closed one (`>&-`), Python has None. What is written there is gone, and the
+    number of the stream is taken: no file or connection opened later gets it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # Open as long as the process lives.
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115

@@ -6,9 +6,11 @@ reading a service needs no driver. Called by every command that asks a running s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +29,9 @@ CALL_TIMEOUT_S = 15.0
 """Reads and small commands."""
 PLAN_TIMEOUT_S = 60.0
 """A plan is computed in the controller; its own deadline is 30 s."""
+LAST_CALL_S = 2.0
+"""What a call gets at least, where the time of a wait is nearly over: an answer takes its time."""
+LOCALHOST = "localhost"
 STEPS_PAGE = 200
 PAGES_MAX = 100
 """Pages of steps read at most; a plan has fewer."""
@@ -138,6 +143,11 @@ class Admin(Protocol):
         """The controller of that term ends and is started again."""
         ...
 
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        """For a wait of so long: calls in this context end with it, where their own deadline is
+        later; one that is made near its end gets LAST_CALL_S. Streams are left alone."""
+        ...
+
     def close(self) -> None:
         """End the connection."""
         ...
@@ -159,8 +169,10 @@ def find_target(
             raise CannotReach(error.message) from error
     if address:
         _check_address(address)
-        if record is not None and record.admin_address != address:
+        if record is not None and not same_place(record.admin_address, address):
             record = None
+        elif record is not None:
+            address = record.admin_address  # its token goes where it was meant to, and nowhere else
     else:
         assert record is not None
         address = record.admin_address
@@ -173,6 +185,24 @@ def find_target(
         token_file = token_file or (Path(record.token_file) if record.token_file else None)
         tls_ca = tls_ca or (Path(record.tls_ca_file) if record.tls_ca_file else None)
     return AdminTarget(address, _token(token_file), tls_ca)
+
+
+def same_place(one: str, other: str) -> bool:
+    """Whether two HOST:PORT mean one place, however they are spelled. Asks no name server:
+    `localhost` is either loopback address, any other name is itself alone."""
+    (host, port), (other_host, other_port) = _place(one), _place(other)
+    hosts = {host, other_host}
+    return port == other_port and (
+        host == other_host or (LOCALHOST in hosts and hosts <= {LOCALHOST, "127.0.0.1", "::1"})
+    )
+
+
+def _place(address: str) -> tuple[str, str]:
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]").lower()
+    with suppress(ValueError):  # a name
+        host = str(ip_address(host))
+    return host, str(int(port)) if port.isdecimal() else port
 
 
 def _check_address(address: str) -> None:
@@ -214,6 +244,7 @@ class GrpcAdmin:
             self._channel = grpc.insecure_channel(target.address, options=options)
         self._metadata = bearer_metadata(target.token) if target.token else ()
         self._stub: Any = placement_pb2_grpc.PlacementServiceStub(self._channel)
+        self._ends_s = float("inf")
 
     def placement(self) -> pb.GetPlacementResponse:
         """See `Admin.placement`."""
@@ -345,14 +376,25 @@ class GrpcAdmin:
         answer: pb.RestartControllerResponse = self._call("RestartController", request)
         return answer
 
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """See `Admin.within`."""
+        before_s = self._ends_s
+        self._ends_s = min(before_s, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            self._ends_s = before_s
+
     def close(self) -> None:
         """See `Admin.close`."""
         self._channel.close()
 
     def _call(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        left_s = max(LAST_CALL_S, self._ends_s - time.monotonic())
         with self._typed(method):
             call = getattr(self._stub, method)
-            return call(request, timeout=timeout_s, metadata=self._metadata)
+            return call(request, timeout=min(timeout_s, left_s), metadata=self._metadata)
 
     def _stream(self, method: str, request: Any, timeout_s: float | None = None) -> Iterator[Any]:
         with self._typed(method):

@@ -5,7 +5,15 @@ Responsible for units and rounding, so that one quantity reads alike everywhere.
 
 from __future__ import annotations
 
+from math import isfinite
+
 _STEPS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def shown_number(value: float, form: str) -> str:
+    """A figure in a form of `format`: shown_number(0.25, ".1f") is "0.2"; one that is no number, or
+    without an end, is "-"."""
+    return format(value, form) if isfinite(value) else "-"
 
 
 def shown_bytes(count: int) -> str:
@@ -17,7 +25,10 @@ def shown_bytes(count: int) -> str:
 
 
 def shown_seconds(seconds: float) -> str:
-    """Seconds with their unit: 0.00042 is "0.42 ms", 75 is "75 s", 4000 is "1 h 06 min"."""
+    """Seconds with their unit: 0.00042 is "0.42 ms", 75 is "75 s", 4000 is "1 h 06 min"; no number
+    is "-"."""
+    if not isfinite(seconds):
+        return "-"
     if abs(seconds) < 0.9995:
         # What rounds to 1000 ms is a second: 0.9996 would be written 1e+03.
         return f"{seconds * 1000:.3g} ms"
@@ -31,7 +42,8 @@ def shown_seconds(seconds: float) -> str:
 
 def shown_imbalance(balancedness: float) -> str:
     """Imbalance of a balancedness in (0, 1]: shown_imbalance(0.8) is "0.25"; no load is "-"."""
-    return f"{1.0 / balancedness - 1.0:.2f}" if balancedness > 0 else "-"
+    known = isfinite(balancedness) and balancedness > 0
+    return f"{1.0 / balancedness - 1.0:.2f}" if known else "-"
 
 
 def shown_counts(counts: dict[str, int]) -> str:

@@ -9,6 +9,7 @@ if all were asked for alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from moe_serve.documents.experts import ranks_in_layer, shares_of
 from moe_serve.documents.replicas import Ranks, holders_of, listed_ranks, replica_counts
 from moe_serve.documents.window import Counts, PhaseChoice, busy_of, counts_of, of_phase
-from moe_serve.errors import InvalidArgument, NotFound
+from moe_serve.errors import FailedPrecondition, InvalidArgument, NotFound
 from moe_serve.rpc import placement_pb2 as pb
 
 FloatArray = npt.NDArray[np.float64]
@@ -82,23 +83,32 @@ class Hotness:
         return ranks_in_layer(self.pairs)
 
     def busy(self, rank: int) -> float | None:
-        """Share of the window in which a rank computed; None where it did not report."""
-        if rank >= len(self.rank_busy_s) or self.seconds <= 0:
+        """Share of the window in which a rank computed; None where it did not report, or a figure
+        that is no number."""
+        if rank >= len(self.rank_busy_s) or not self.seconds > 0:
             return None
-        return float(self.rank_busy_s[rank]) / self.seconds
+        share = float(self.rank_busy_s[rank]) / self.seconds
+        return share if isfinite(share) else None
 
 
 def hotness_of(
     load: pb.GetLoadResponse | None, placement: pb.GetPlacementResponse, phase: PhaseChoice
 ) -> Hotness:
     """A window and a placement together. None = no window has closed: every count is 0, and so
-    they are in a window of another model. Raises InvalidArgument where an array is not as large as
-    its window says, or the phase is one that the service does not tell apart."""
+    they are in a window of another model. Raises FailedPrecondition where an array is not as large
+    as its window says, InvalidArgument where the phase is one that the service does not tell
+    apart."""
     load = pb.GetLoadResponse() if load is None else load
     layers, experts = placement.num_layers, placement.num_experts
     try:
-        pairs = of_phase(counts_of(load, "demand"), phase).astype(np.int64)
-        busy_s = of_phase(busy_of(load), phase, axis=1).astype(np.float64)
+        demand, rank_pairs = counts_of(load, "demand"), counts_of(load, "rank_pairs")
+        busy = busy_of(load)
+    except InvalidArgument as error:
+        # Of the service's answer: nothing that was typed is wrong.
+        raise FailedPrecondition(error.message) from error
+    try:
+        pairs = of_phase(demand, phase).astype(np.int64)
+        busy_s = of_phase(busy, phase, axis=1).astype(np.float64)
     except NotFound as error:
         raise InvalidArgument(
             f"--phase {phase.value}: this service counts {load.num_phases} phase and does not "
@@ -113,7 +123,7 @@ def hotness_of(
         age_s=load.age_s,
         missing=tuple(load.sources_missing),
         pairs=pairs,
-        rank_pairs=counts_of(load, "rank_pairs").sum(axis=1),
+        rank_pairs=rank_pairs.sum(axis=1),
         rank_busy_s=busy_s,
         imbalance=np.array(load.layer_imbalance, dtype=np.float64),
         replicas=replica_counts(placement),

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from moe_serve.bootstrap.record import read_record, recorded_services
-from moe_serve.cli.admin import Admin, AdminTarget, GrpcAdmin, find_target
+from moe_serve.cli.admin import Admin, AdminTarget, GrpcAdmin, find_target, same_place
 from moe_serve.cli.beside import refuse_beside, typed
 from moe_serve.cli.checks.ports import Listen, listen_once
 from moe_serve.cli.output import OutputFormat
@@ -99,9 +99,12 @@ def admin_of(ctx: typer.Context, address: str, service: str) -> Iterator[Admin]:
 def _check_there(ctx: typer.Context, address: str, service: str) -> None:
     """Raise InvalidArgument where the service is not the one at the address."""
     try:
-        where = f"was recorded at {read_record(service).admin_address or 'no address yet'}"
+        recorded = read_record(service).admin_address
     except NotFound:
         where = "is not recorded on this machine"
-    if where != f"was recorded at {address}":
-        other = f"--address {address} (or MOE_SERVE_ADDRESS)"
-        refuse_beside(ctx, ("service",), other, f"{service} {where}; give one")
+    else:
+        if same_place(recorded, address):
+            return
+        where = f"was recorded at {recorded or 'no address yet'}"
+    other = f"--address {address} (or MOE_SERVE_ADDRESS)"
+    refuse_beside(ctx, ("service",), other, f"{service} {where}; give one")

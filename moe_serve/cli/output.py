@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
+from math import isfinite
 from typing import Any, TextIO
 
 import yaml
@@ -66,7 +67,7 @@ class Output:
         """The command's answer: `plain` (dicts, lists, numbers) for programs, or `shown` one under
         the other."""
         if self.form is OutputFormat.JSON:
-            self._whole(json.dumps(plain, indent=2, ensure_ascii=False) + "\n")
+            self._whole(_json(plain, indent=2) + "\n")
         elif self.form is OutputFormat.YAML:
             self._whole(_yaml(plain))
         else:
@@ -76,7 +77,7 @@ class Output:
     def line(self, plain: Any, shown: RenderableType) -> None:
         """One entry of a stream: a line of JSON, a document of YAML, or what is shown for it."""
         if self.form is OutputFormat.JSON:
-            self._whole(json.dumps(plain, ensure_ascii=False) + "\n")
+            self._whole(_json(plain) + "\n")
         elif self.form is OutputFormat.YAML:
             self._whole("---\n" + _yaml(plain))
         else:
@@ -100,9 +101,25 @@ class Output:
         self._err.print(text, style="bold red" if text.startswith("error:") else None)
 
 
+def _json(plain: Any, indent: int | None = None) -> str:
+    try:
+        return json.dumps(plain, indent=indent, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # of a controller of ours never; JSON has no word for them
+        return json.dumps(_numbers_only(plain), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _numbers_only(plain: Any) -> Any:
+    """The same with null for what is no number, or without an end."""
+    if isinstance(plain, dict):
+        return {key: _numbers_only(value) for key, value in plain.items()}
+    if isinstance(plain, list | tuple):
+        return [_numbers_only(value) for value in plain]
+    return None if isinstance(plain, float) and not isfinite(plain) else plain
+
+
 def _yaml(plain: Any) -> str:
     # By way of JSON: the writer of YAML takes plain types only, and so both forms hold the same.
-    tree = json.loads(json.dumps(plain, ensure_ascii=False))
+    tree = json.loads(_json(plain))
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=WIDE)
 
 

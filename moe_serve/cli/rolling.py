@@ -212,13 +212,20 @@ class Roll:
         return self._ask(self.admin.placement)
 
     def _ask(self, request: Callable[[], _T]) -> _T:
-        return until_answered(request, self.wait_s, self.clock)
+        with self.admin.within(self.wait_s):
+            return until_answered(request, self.wait_s, self.clock)
 
     def _wait(
         self, what: str, place: str, holds: Callable[[pb.GetPlacementResponse], bool]
     ) -> pb.GetPlacementResponse:
         """The first placement for which it holds. Raises FailedPrecondition where the controller
         says for a while that the part does not start, or when the time is over."""
+        with self.admin.within(self.wait_s):
+            return self._watch(what, place, holds)
+
+    def _watch(
+        self, what: str, place: str, holds: Callable[[pb.GetPlacementResponse], bool]
+    ) -> pb.GetPlacementResponse:
         ends_s = self.clock.now_s() + self.wait_s
         refused_since_s = 0.0
         while True:

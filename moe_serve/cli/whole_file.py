@@ -1,4 +1,5 @@
-"""Files that a command writes because an option asks for them: whole, or not at all.
+"""Files that a command writes because an option asks for them: whole, or not at all. `-` is
+standard output.
 
 Responsible for that, and for naming the option where a file cannot be written. Called by the
 commands that draw or export.
@@ -7,9 +8,26 @@ commands that draw or export.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from moe_serve.errors import InvalidArgument
+
+STANDARD_OUTPUT = Path("-")
+
+
+def write_stdout(data: bytes) -> None:
+    """Write these bytes to standard output as they are."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def check_binary_stdout(option: str) -> None:
+    """Raise InvalidArgument where standard output is a terminal, which bytes would leave in
+    disorder."""
+    if sys.stdout.isatty():
+        raise InvalidArgument(f"{option} - writes bytes, and standard output is a terminal")
 
 
 def write_whole(file: Path, data: bytes, option: str) -> None:

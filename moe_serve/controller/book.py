@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Container
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import msgspec
 
 from moe_serve.controller.befores import Befores
 from moe_serve.controller.clock import wall_s
 from moe_serve.controller.plans import PlanShelf
+from moe_serve.controller.room import Removed, room_of, room_words
 from placement.engine import EngineState
 from placement.engine.runs import QUIET_CAUSES
 from placement.engine.state import PlanRun
@@ -33,14 +33,6 @@ class KeptRecord:
 
     record: DecisionRecord
     wall_time_s: float
-
-
-class Removed(NamedTuple):
-    """A replica that a move takes off a rank so that what it adds fits there."""
-
-    layer: int
-    expert: int
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +86,7 @@ class Book:
                     self._begin(run)
                 room = self._move(record).room
                 if room and record.outcome == "started":
-                    detail = f"{record.detail}; in place of {_words(room)}"
+                    detail = f"{record.detail}; in place of {room_words(room)}"
                     told = msgspec.structs.replace(record, detail=detail)
             self._records.append(KeptRecord(told, wall_s()))
 
@@ -194,31 +186,3 @@ class Book:
         self._moves[move.plan_id, move.move_id] = move
         while len(self._moves) > self._moves_kept:
             self._moves.popitem(last=False)
-
-
-def room_of(plan: Any) -> dict[int, tuple[Removed, ...]]:
-    """By move of a plan (placement.planner's): what it removes beside its own expert's replica, in
-    the order of the steps.
-
-    Example: a plan that replicates expert 0 of layer 1 (move 7) to rank 2, which is full of others,
-    and frees a slot there of expert 3 of layer 0 first, gives {7: ((0, 3, 2),)}.
-    """
-    own = {
-        move.move_id: Removed(move.layer, move.expert, move.source_rank)
-        for move in plan.moves
-        if move.kind.value != "replicate"
-    }
-    room: dict[int, tuple[Removed, ...]] = {}
-    for step in plan.steps:
-        if step.kind.value != "remove":
-            continue
-        gone = Removed(step.layer, step.expert, step.slot.rank)
-        if own.get(step.move_id) == gone:
-            del own[step.move_id]
-        else:
-            room[step.move_id] = (*room.get(step.move_id, ()), gone)
-    return room
-
-
-def _words(room: tuple[Removed, ...]) -> str:
-    return ", ".join(f"layer {one.layer} expert {one.expert}" for one in room)

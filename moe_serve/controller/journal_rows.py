@@ -21,6 +21,8 @@ NUMBER_BYTES_MAX = 19
 """Digits of an epoch or term."""
 NUMBER_MAX = (1 << 63) - 1
 """Greatest epoch or term: messages hold them in 64 bits."""
+COUNT_MAX = 1 << 53
+"""Most that is counted: more is damage, and would not be exact in every JSON reader."""
 PORT_MAX = 65_535
 ROUTER_PORT = "router_port:"
 """What the key of a router's port begins with; its name follows."""
@@ -180,7 +182,7 @@ def image_of(
             snapshot = decode_as(row.body, StateSnapshot)
             transitions, parts = [], dict.fromkeys(snapshot.parts)
             epoch, epochs = max(epoch, snapshot.epoch), snapshot.epochs_published
-            if not 0 <= snapshot.replicas_replaced <= NUMBER_MAX:
+            if not 0 <= snapshot.replicas_replaced <= COUNT_MAX:
                 raise ValueError(f"{snapshot.replicas_replaced} replaced replicas is no count")
         elif row.kind is RowKind.TRANSITION:
             transitions.append(decode_as(row.body, Transition))

@@ -28,11 +28,15 @@ TRIES: Final = 2
 """A cause is spoken of for as long as so many tries take at most, since it failed last."""
 AUTO: Final = "auto"
 ASKED: Final = "asked"
+NO_REASON: Final = "the planner gave no reason"
 _ANSWERS: Final = frozenset({"started", "kept"})
+REASON_CHARS_MAX: Final = 300
+"""Longer reasons are cut: a problem is a sentence, and many may stand in one answer."""
 _LATE: Final = "no answer in"
 """Begins the reason of a target that did not come in time."""
 _NEXT_LATE: Final = "Give the controller's node more CPU, or raise rebalance.target_timeout_s"
 _NEXT: Final = "Mend what the reason names; moe-serve events has each try"
+_NEXT_UNKNOWN: Final = "moe-serve events has each try"
 
 
 @dataclass(slots=True)
@@ -66,14 +70,14 @@ class Targets:
         row = self._failing.get(cause)
         if row is None or record.at_s > row.last_s + _spoken_of_s(config):
             row = self._failing[cause] = _Row(first_s=record.at_s)
-        row.last_s, row.reason, row.times = record.at_s, reason, row.times + 1
+        row.last_s, row.reason, row.times = record.at_s, _sentence(reason), row.times + 1
 
     def problems(self, now_s: float, config: RebalanceConfig) -> list[str]:
         """What fails now, a sentence for each cause."""
         return [
-            f"no target placement could be computed for {now_s - row.first_s:.0f} s ({cause}, "
-            f"{row.times} times in a row): {row.reason}; placement stays as it is. "
-            f"{_NEXT_LATE if row.reason.startswith(_LATE) else _NEXT}"
+            f"no target placement could be computed for {max(0.0, now_s - row.first_s):.0f} s "
+            f"({cause}, {row.times} times in a row): {row.reason}; placement stays as it is. "
+            f"{_next_step(row.reason)}"
             for cause, row in sorted(self._failing.items())
             if row.times >= TIMES and now_s <= row.last_s + _spoken_of_s(config)
         ]
@@ -81,6 +85,18 @@ class Targets:
 
 def _spoken_of_s(config: RebalanceConfig) -> float:
     return TRIES * (config.window_s + config.retry_s + config.target_timeout_s)
+
+
+def _next_step(reason: str) -> str:
+    if reason == NO_REASON:
+        return _NEXT_UNKNOWN
+    return _NEXT_LATE if reason.startswith(_LATE) else _NEXT
+
+
+def _sentence(reason: str) -> str:
+    """A reason as part of a sentence: on one line, printable, at most REASON_CHARS_MAX."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
+    return f"{text[:REASON_CHARS_MAX]}..." if len(text) > REASON_CHARS_MAX else text or NO_REASON
 
 
 def _cause(record: DecisionRecord) -> str:

@@ -6,16 +6,16 @@ a part. Called by admin and by the service's `describe`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.controller.book import Book, KeptMove, KeptRecord, Removed, room_of
+from moe_serve.controller.book import Book, KeptMove, KeptRecord
 from moe_serve.controller.parts import PartTable
 from moe_serve.controller.recent import Recent
+from moe_serve.controller.room import room_of, room_view
 from moe_serve.controller.settings import ControllerSettings
 from moe_serve.controller.stages import StageFolder
 from moe_serve.ports import RunningCopy, ShardMemory
@@ -294,12 +294,8 @@ def move_view(state: EngineState, move: KeptMove) -> pb.Move:
         state=shown,
         started_at_s=move.started_at_s,
         ended_at_s=move.ended_at_s,
-        room=_room(move.room),
+        room=room_view(move.room),
     )
-
-
-def _room(room: Iterable[Removed]) -> list[pb.Removed]:
-    return [pb.Removed(layer=one.layer, expert=one.expert, rank=one.rank) for one in room]
 
 
 def steps_view(sight: Sight) -> list[pb.Step]:
@@ -354,7 +350,7 @@ def plan_view(answer: Answer) -> pb.PlanView:
                 reason=m.reason,
                 gain_s_per_s=m.gain_s_per_s,
                 state=pb.MOVE_STATE_PLANNED,
-                room=_room(room.get(m.move_id, ())),
+                room=room_view(room.get(m.move_id, ())),
             )
             for m in plan.moves
         ],

@@ -120,8 +120,9 @@ class Endpoint:
 
     def check_accept(self, request: web.Request) -> None:
         """Raises ApiError 406 where the asker does not take what this gives."""
-        accept = request.headers.get("Accept", "")
-        if accept and not any(_takes(part, self.media) for part in accept.split(",")):
+        parts = [part.strip() for part in request.headers.get("Accept", "").split(",")]
+        wanted = [part for part in parts if part]
+        if wanted and not any(_takes(part, self.media) for part in wanted):
             raise ApiError(406, f"this path gives {self.media}")
 
 
@@ -165,7 +166,8 @@ def _whole(value: Any) -> Any:
 def _misfit(words: str) -> ApiError:
     """The error of a body that is JSON and not as declared: msgspec says where, after "at `$.`"."""
     what, _, where = words.partition(" - at `$")
-    name = where.rstrip("`").lstrip(".")
+    # `[...]` where it had not come to a name yet.
+    name = where.rstrip("`").lstrip(".") if "[" not in where else ""
     if what.startswith("Object contains unknown field"):
         # Not named: what was sent in its place may be a token.
         return ApiError(400, "a field of the body is not known", field=name or "body")

@@ -27,6 +27,7 @@ import grpc.aio
 import msgspec
 
 from moe_serve.dashboard.before_plan import BeforePlan, KeptFrame
+from moe_serve.dashboard.controller_clock import ControllerClock
 from moe_serve.dashboard.frames import load_frame, placement_document
 from moe_serve.dashboard.history import History
 from moe_serve.dashboard.load_history import LoadHistory
@@ -97,6 +98,7 @@ class Feed:
         self._settings = settings
         self._clock_s = clock_s
         self._wall_s = wall_s
+        self._dates = ControllerClock(clock_s, wall_s)
         self._jitter = random.Random(0)  # noqa: S311  # spreads reconnects, guards nothing
         self._connected = False
         self._ever_connected = False
@@ -149,8 +151,9 @@ class Feed:
         return str(self.status_document()["connection"])
 
     def wall_s(self) -> float:
-        """Seconds since the Unix epoch, now."""
-        return self._wall_s()
+        """Seconds since the Unix epoch, now, by the controller's clock as far as it is known: all
+        dates on the page are by one clock."""
+        return self._dates.now_s()
 
     def status_document(self) -> Json:
         """How fresh the figures are, now."""
@@ -159,8 +162,8 @@ class Feed:
         return {
             "connection": self._connection(age_s),
             "message": self._fault,
-            "since_wall_s": self._fault_since_wall_s,
-            "wall_s": self._wall_s(),
+            "since_wall_s": self._dates.date_of(self._fault_since_wall_s),
+            "wall_s": self.wall_s(),
             "data_age_s": age_s,
             "window_s": self._window_s,
             "stale_after_s": self._stale_after_s(),
@@ -194,6 +197,7 @@ class Feed:
             wait_s = min(2 * wait_s, self._settings.backoff_max_s)
 
     async def _watch_all(self) -> None:
+        self._dates.connected()
         async with open_channel(self._settings) as channel:
             try:
                 # Not wait_for: where the channel is ready as the page stops, it loses the stop.
@@ -214,6 +218,7 @@ class Feed:
             request, metadata=metadata_of(self._settings.token)
         ):
             self._newest = answer.placement
+            self._dates.placement(answer.placement)
             self._traffic.see(answer.placement)
             self._placement_dirty.set()
             self._set_connected(True, "")
@@ -228,6 +233,7 @@ class Feed:
         # history knows again what it has.
         request = placement_pb2.WatchEventsRequest(after_seq=0)
         async for answer in stub.WatchEvents(request, metadata=metadata_of(self._settings.token)):
+            self._dates.record(answer.record)
             if self.history.add_record(answer.record):
                 self.before_plan.note(answer.record)
                 self.notify()
@@ -235,11 +241,17 @@ class Feed:
     def _take_load(self, load: placement_pb2.GetLoadResponse) -> None:
         self._window_s = max(0.0, load.end_s - load.start_s)
         self._load_at_s = self._clock_s() - load.age_s
-        if self.load is not None and _window(load) == _window(self.load):
-            # A reconnect sends the newest again: it stays the one point and frame that it is.
-            self._put_status()
-            return
-        wall_s = self._wall_s() - load.age_s
+        first = self._dates.window(load)
+        # A reconnect sends the newest again: it stays the one point and frame that it is.
+        if self.load is None or _window(load) != _window(self.load):
+            self._keep_load(load)
+        if first and self.shown is not None:
+            # Moves that were told before it have their dates now.
+            self.history.update_moves(self.shown, self._dates.life_began_s())
+        self._put_status()
+
+    def _keep_load(self, load: placement_pb2.GetLoadResponse) -> None:
+        wall_s = self.wall_s() - load.age_s
         speed = self._traffic.take()
         seq = self.frame.version + 1
         self.frame.put(load_frame(load, self._newest, seq=seq, wall_s=wall_s, speed=speed))
@@ -247,7 +259,6 @@ class Feed:
         self.loads.add(load, wall_s)
         self.load, self.load_wall_s = load, wall_s
         self.history.add_point(load, wall_s, speed)
-        self._put_status()
 
     def _set_connected(self, connected: bool, fault: str) -> None:
         if self._broken:
@@ -274,13 +285,13 @@ class Feed:
                     placement_document,
                     newest,
                     seq=self.placement.version + 1,
-                    wall_s=self._wall_s(),
+                    wall_s=self.wall_s(),
                 )
             except MoeServeError as error:
                 self._set_connected(self._connected, error.message)
             else:
                 await asyncio.to_thread(self.beginnings.see, newest)
-                self.history.update_moves(newest)
+                self.history.update_moves(newest, self._dates.life_began_s())
                 self.shown = newest
                 self.placement.put(document)
                 self._put_status()

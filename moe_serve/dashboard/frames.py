@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.documents.replicas import replica_counts, shape_of
+from moe_serve.documents.replicas import EMPTY, pair_of, replica_counts, shape_of
 from moe_serve.documents.views import Json, rank_view, router_view
 from moe_serve.documents.window import CELLS_MAX, Counts, busy_of, counts_of
 from moe_serve.errors import InvalidArgument
@@ -29,7 +29,6 @@ from moe_serve.rpc import placement_pb2
 UNKNOWN: Json = {"p50_s": None, "p99_s": None, "rows_per_s": None}
 """Speed of a window of which nothing is known."""
 REPLICAS_MAX = 255
-EMPTY = -1
 ABSENT = -2
 _U16_MAX = 65_535
 
@@ -114,7 +113,7 @@ def slot_arrays(placement: placement_pb2.GetPlacementResponse) -> Json:
 
     `state` is an index into `states`, the names of step states that occur; states[0] is "".
     """
-    experts = shape_of(placement)[1]
+    layers, experts = shape_of(placement)
     ranks = placement.ranks
     width = max((rank.num_slots for rank in ranks), default=0)
     width = max(
@@ -130,8 +129,7 @@ def slot_arrays(placement: placement_pb2.GetPlacementResponse) -> Json:
         for slot in rank.slots:
             if slot.index < 0:
                 continue
-            filled = slot.layer >= 0 and slot.expert >= 0
-            pair[row, slot.index] = slot.layer * experts + slot.expert if filled else EMPTY
+            pair[row, slot.index] = pair_of(slot, layers, experts)
             if len(names) < 256:
                 state[row, slot.index] = names.setdefault(slot.state, len(names))
     return {"width": width, "pair": pack(pair), "state": pack(state), "states": list(names)}

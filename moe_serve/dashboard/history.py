@@ -12,6 +12,7 @@ clock or hold more than its limits. Called by `feed`.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 
 from moe_serve.dashboard.frames import UNKNOWN, worst_layer
@@ -43,6 +44,7 @@ class History:
         """Grows with each move that is new or has changed."""
         self._moves: OrderedDict[tuple[str, int], tuple[int, Json]] = OrderedDict()
         self._offset_s: float | None = None
+        self._life_began_s = -math.inf
         self._known_records: set[tuple[float, int]] = set()
         self._forgotten: tuple[float, int] = (float("-inf"), 0)
         self._known_plans: set[str] = set()
@@ -126,12 +128,17 @@ class History:
             }
         )
 
-    def update_moves(self, placement: placement_pb2.GetPlacementResponse) -> None:
+    def update_moves(
+        self, placement: placement_pb2.GetPlacementResponse, life_began_s: float = -math.inf
+    ) -> None:
         """Take over the moves of a placement: the running plan's and the newest finished ones.
+        life_began_s: second at which the controller's present life began; an earlier one has no
+        date, for its seconds stood still while it was down.
 
         An unfinished move that the controller no longer names is `dropped`: its plan was cancelled
         or forgotten, and to show it as planned for ever would be a lie.
         """
+        self._life_began_s = life_began_s
         named = set()
         for move in placement.moves[-MOVES_MAX:]:
             key = (move.plan_id, move.move_id)
@@ -164,7 +171,9 @@ class History:
             return None
         if old.get(f"{edge}_at_s") == at_s and old.get(f"{edge}_wall_s") is not None:
             return float(old[f"{edge}_wall_s"])
-        return None if self._offset_s is None else at_s + self._offset_s
+        if self._offset_s is None or at_s < self._life_began_s:
+            return None
+        return at_s + self._offset_s
 
     def moves_after(self, version: int) -> list[Json]:
         """Moves that are new or changed since `version`, in the order they were first seen."""
@@ -175,7 +184,7 @@ class History:
     ) -> tuple[list[Json], int]:
         """At most `limit` moves that are new or changed since `version`, oldest change first, and
         the version to ask for what comes after them. since_wall_s: only those that began or ended
-        then or later; a move without a date did not."""
+        then or later, or have not ended."""
         fresh = sorted(
             (
                 row
@@ -218,6 +227,9 @@ def _version(row: tuple[int, Json]) -> int:
 
 
 def _touched(view: Json, since_wall_s: float) -> bool:
-    """Whether a move began or ended then or later."""
+    """Whether a move began or ended then or later, or has not ended: all moves of a plan begin
+    with it, so one that is under way may have begun long before."""
+    if view["state"] in UNFINISHED:
+        return True
     dates = (view["started_wall_s"], view["ended_wall_s"])
     return any(date is not None and date >= since_wall_s for date in dates)

@@ -28,6 +28,7 @@ class Kept:
         self._under_way: dict[Any, asyncio.Task[Any]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._generation = 0
+        self._newest_at_s: float | None = None
 
     async def ask(self, key: Any, call: Callable[[], Awaitable[_T]]) -> tuple[_T, float]:
         """(answer, its age in seconds). Raises what the call raises; that is not kept."""
@@ -48,6 +49,9 @@ class Kept:
         self, key: Any, call: Callable[[], Awaitable[Any]], generation: int
     ) -> tuple[float, Any]:
         found = (self._clock_s(), await call())
+        # What is forgotten was answered all the same.
+        newest_at_s = self._newest_at_s
+        self._newest_at_s = found[0] if newest_at_s is None else max(newest_at_s, found[0])
         if generation != self._generation:
             return found
         self._kept[key] = found
@@ -64,10 +68,8 @@ class Kept:
             task.exception()  # whoever asked may have left: then nobody else looks at it
 
     def last_age_s(self) -> float | None:
-        """Age of the newest answer to any question, None before the first."""
-        if not self._kept:
-            return None
-        return self._clock_s() - max(at_s for at_s, _ in self._kept.values())
+        """Age of the newest answer to any question, kept or not; None before the first."""
+        return None if self._newest_at_s is None else self._clock_s() - self._newest_at_s
 
     def close(self) -> None:
         """Let nothing run on."""

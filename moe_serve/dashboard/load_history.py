@@ -65,8 +65,11 @@ class LoadHistory:
         return self._bytes
 
     def of(self, layer: int, expert: int) -> Json:
-        """{"wall_s": [...], "pairs_per_s": [...]} of one expert, oldest first."""
-        past = list(self._frames)
+        """{"wall_s": [...], "pairs_per_s": [...]} of one expert, oldest first; none of one that
+        the windows do not have."""
+        layers, experts = self._frames[-1].units.shape if self._frames else (0, 0)
+        known = 0 <= layer < layers and 0 <= expert < experts
+        past = list(self._frames) if known else []
         rates = np.array([f.scale * int(f.units[layer, expert]) / f.seconds for f in past])
         walls = np.array([f.wall_s for f in past])
         if len(past) > POINTS_MAX:

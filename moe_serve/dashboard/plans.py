@@ -20,9 +20,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.dashboard.frames import ABSENT, EMPTY, REPLICAS_MAX, pack
+from moe_serve.dashboard.frames import ABSENT, REPLICAS_MAX, pack
 from moe_serve.documents.plans import plan_document
-from moe_serve.documents.replicas import LISTED
+from moe_serve.documents.replicas import EMPTY, LISTED, pair_of, shape_of
 from moe_serve.documents.views import MOVE_STATES, Json
 from moe_serve.documents.window import CELLS_MAX
 from moe_serve.rpc import placement_pb2 as pb
@@ -53,7 +53,7 @@ class Layout:
 
 def layout_of(placement: pb.GetPlacementResponse) -> Layout:
     """The table as it is served: what comes or goes is left out."""
-    experts = placement.num_experts
+    layers, experts = shape_of(placement)
     ranks = placement.ranks
     width = max((rank.num_slots for rank in ranks), default=0)
     width = max([width, *(s.index + 1 for r in ranks for s in r.slots if s.index >= 0)])
@@ -62,10 +62,10 @@ def layout_of(placement: pb.GetPlacementResponse) -> Layout:
     for row, rank in enumerate(ranks):
         pair[row, : max(0, rank.num_slots)] = EMPTY
         for slot in rank.slots:
-            fits = 0 <= slot.layer < placement.num_layers and 0 <= slot.expert < experts
-            if slot.state == LISTED and slot.index >= 0 and fits:
-                pair[row, slot.index] = slot.layer * experts + slot.expert
-    return Layout(placement.num_layers, experts, pair)
+            held = pair_of(slot, layers, experts)
+            if slot.state == LISTED and slot.index >= 0 and held != EMPTY:
+                pair[row, slot.index] = held
+    return Layout(layers, experts, pair)
 
 
 class Beginnings:
@@ -88,7 +88,6 @@ class Beginnings:
         for plan_id, moves in by_plan.items():
             if plan_id in self._seen:
                 continue
-            _bounded(self._seen, plan_id, None, SEEN_MAX)
             # In the first placement of this life a plan is under way already: its beginning is
             # known only where nothing of it has ended.
             before = self._last
@@ -98,6 +97,8 @@ class Beginnings:
                 _bounded(self._known, plan_id, before, PLANS_MAX)
             if self._last is not None or any(_is_unfinished(move) for move in moves):
                 self.newest = plan_id
+            # Last: whoever asks meanwhile finds the plan unseen, or all that is known of it.
+            _bounded(self._seen, plan_id, None, SEEN_MAX)
         self._last = fresh
 
     def computed(self, plan: pb.PlanView) -> None:

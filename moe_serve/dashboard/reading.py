@@ -117,7 +117,7 @@ MOVES = Endpoint(
             "since_s",
             "integer",
             "only moves that began or ended in the last so many seconds, by `started_wall_s` and"
-            " `ended_wall_s`; 0: all that are kept",
+            " `ended_wall_s`, and those that are planned or running; 0: all that are kept",
             default=0,
             high=SINCE_S_MAX,
         ),
@@ -255,7 +255,8 @@ class Reading:
         return _tagged(request, document)
 
     def _since(self, given: Given) -> float | None:
-        """Seconds since the Unix epoch that `since_s` reaches back to, None = to the first."""
+        """Date that `since_s` reaches back to, by the clock that dated what is asked for; None = to
+        the first."""
         return self._feed.wall_s() - given["since_s"] if given["since_s"] else None
 
     # ---- plans
@@ -341,14 +342,17 @@ class Reading:
                 pairs = of_phase(counts_of(load, "demand"), PhaseChoice(phase))
             except NotFound as error:
                 raise of_nothing(error) from None
-            holders = await self._holders_now()
+            holders, _ = await self._holders_now()
             self._csv[phase] = (etag, await asyncio.to_thread(csv_of, pairs, holders))
         return tagged(request, self._csv[phase][1], etag, EXPERTS_CSV.media)
 
     async def expert(self, request: web.Request, given: Given) -> web.Response:
         """Answers EXPERT."""
-        load, layer, expert = self._newest_load(), given["layer"], given["expert"]
-        holders, shown = await self._holders_now(), self._feed.shown
+        layer, expert = given["layer"], given["expert"]
+        holders, shown = await self._holders_now()
+        # All of the feed is read after that wait: what is read before and after it is of two
+        # windows.
+        load = self._newest_load()
         nodes = {} if shown is None else {rank.rank: rank.node for rank in shown.ranks}
         try:
             document = expert_document(load, holders, nodes, layer=layer, expert=expert)
@@ -364,11 +368,12 @@ class Reading:
             raise self._not_yet("no window has closed yet")
         return self._feed.load
 
-    async def _holders_now(self) -> Holders:
+    async def _holders_now(self) -> tuple[Holders, pb.GetPlacementResponse | None]:
+        """Who holds what, and the placement that says so."""
         version, shown = self._feed.placement.version, self._feed.shown
         if shown is not None and self._holders[0] != version:
             self._holders = (version, await asyncio.to_thread(holders_of, shown))
-        return self._holders[1]
+        return self._holders[1], shown
 
 
 def csv_of(pairs: Counts, holders: Holders) -> bytes:

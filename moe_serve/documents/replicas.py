@@ -15,6 +15,7 @@ from moe_serve.errors import InvalidArgument
 from moe_serve.rpc import placement_pb2 as pb
 
 LISTED = "LISTED"
+EMPTY = -1
 Holders = dict[tuple[int, int], list[tuple[int, int, str]]]
 """(rank, slot, state) of every replica by (layer, expert)."""
 Ranks = Mapping[tuple[int, int], Sequence[int]]
@@ -24,22 +25,29 @@ Ranks = Mapping[tuple[int, int], Sequence[int]]
 def shape_of(placement: pb.GetPlacementResponse) -> tuple[int, int]:
     """(layers, experts). Raises InvalidArgument where they are absurd."""
     layers, experts = placement.num_layers, placement.num_experts
-    if min(layers, experts) < 0 or layers * experts > CELLS_MAX:
+    # A size beside one of zero is bounded too.
+    if min(layers, experts) < 0 or max(1, layers) * max(1, experts) > CELLS_MAX:
         raise InvalidArgument(f"placement: {layers} x {experts} must be 0 to {CELLS_MAX} cells")
     return layers, experts
+
+
+def pair_of(slot: pb.Slot, layers: int, experts: int) -> int:
+    """layer * experts + expert of what a slot holds; EMPTY where that is nothing of the model."""
+    fits = 0 <= slot.layer < layers and 0 <= slot.expert < experts
+    return slot.layer * experts + slot.expert if fits else EMPTY
 
 
 def replica_counts(placement: pb.GetPlacementResponse) -> Counts:
     """Replicas in the routing table: int64 [layers, experts]. Raises InvalidArgument."""
     layers, experts = shape_of(placement)
     counts = np.zeros(layers * experts, dtype=np.int64)
-    pairs = [
-        slot.layer * experts + slot.expert
+    pairs = (
+        pair_of(slot, layers, experts)
         for rank in placement.ranks
         for slot in rank.slots
-        if slot.state == LISTED and 0 <= slot.layer < layers and 0 <= slot.expert < experts
-    ]
-    np.add.at(counts, np.array(pairs, dtype=np.int64), 1)
+        if slot.state == LISTED
+    )
+    np.add.at(counts, np.array([pair for pair in pairs if pair != EMPTY], dtype=np.int64), 1)
     return counts.reshape(layers, experts)
 
 

@@ -67,7 +67,8 @@ def _array(load: pb.GetLoadResponse, field: str, kind: str) -> npt.NDArray[Any]:
     shape = tuple(getattr(load, size) for size in sizes)
     wanted = " x ".join(f"{size} {n}" for size, n in zip(sizes, shape, strict=True))
     cells = math.prod(shape)
-    if min(shape) < 0 or cells > CELLS_MAX:
+    # A size beside one of zero is bounded too: sums over the one have the other's cells.
+    if min(shape) < 0 or math.prod(max(1, size) for size in shape) > CELLS_MAX:
         raise InvalidArgument(
             f"{field} of window {load.window}: {wanted} must be 0 to {CELLS_MAX} cells"
         )

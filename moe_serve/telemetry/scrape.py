@@ -12,11 +12,11 @@ RAY_TARGETS: Final = "/tmp/ray/prom_metrics_service_discovery.json"  # noqa: S10
 INTERVAL: Final = "10s"
 
 
-def scrape_config(target: str) -> dict[str, Any]:
-    """Prometheus' file. target: host:port of `ports.metrics`; "" = scrape Ray's exporters."""
+def scrape_config(target: str | None) -> dict[str, Any]:
+    """Prometheus' file. target: host:port of `ports.metrics`; None = scrape Ray's exporters."""
     job: dict[str, Any] = (
         {"job_name": "moe-serve", "static_configs": [{"targets": [target]}]}
-        if target
+        if target is not None
         else {"job_name": "ray", "file_sd_configs": [{"files": [RAY_TARGETS]}]}
     )
     return {

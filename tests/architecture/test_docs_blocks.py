@@ -152,7 +152,7 @@ def test_b(n):
     cli("down")
 @pytest.mark.slow
 @pytest.mark.timeout(9)
-def test_c():
+async def test_c():
     cli("up", "--keep")
 '''
 

@@ -28,6 +28,11 @@ def long_ago(moves: list[pb.Move]) -> None:
         move.ended_at_s -= LONG_AGO_S
 
 
+def begun_ago(moves: list[pb.Move], ago_s: float) -> None:
+    for move in moves:
+        move.started_at_s -= ago_s
+
+
 async def says(r: Rig, *words: str) -> str:
     """Wait until the line has the last words; the line, which must have them all."""
     found = f"document.querySelector('{LINE}')?.innerText ?? ''"
@@ -72,6 +77,7 @@ async def test_the_line_adds_up_what_moved_and_changes_with_the_choice() -> None
             "better",
         )
         assert "planned" not in line
+        assert "under way" not in line
         assert await r.tab.ask(ROWS) == 3
         assert "since=" not in await r.tab.ask("location.hash"), "the first choice stays out"
         # What a screen reader says instead of the arrow.
@@ -106,10 +112,42 @@ async def test_what_got_worse_is_called_worse_and_the_same_the_same() -> None:
         r.service.begin_plan()
         r.service.tell()
         await windows(r, 0.5)
-        begun = "3 moves begun, 0 completed", "nothing copied", "nothing measured yet"
+        begun = (
+            "3 moves begun, 0 completed",
+            "3 under way",
+            "nothing copied",
+            "nothing measured yet",
+        )
         await says(r, *begun, "0.30 → 0.50", "worse")
         await windows(r, 0.306)
         await says(r, "0.30 → 0.31", "about the same")
+
+
+async def test_a_plan_that_takes_longer_than_a_minute_does_not_vanish_under_way() -> None:
+    async with rig(Script(up_s=3600.0), "#view=moves") as r:
+        moves = r.service.begin_plan()
+        moves[2].state = pb.MOVE_STATE_PLANNED
+        begun_ago(moves, 90.0)
+        r.service.tell()
+        under_way = "0 moves begun, 0 completed, 0 aborted, 2 under way, 1 still planned"
+        await says(r, f"In the last minute: {under_way}")
+        assert await r.tab.ask(ROWS) == 3
+        await r.press_button("running 3", ".moves")
+        await r.tab.until(f"{ROWS} === 3")
+        await r.go("#view=overview")
+        await says(r, under_way)
+        await r.tab.until(f"{ROWS} === 3")
+        assert await r.text(".moves caption") == "", "rows under way are called older ones"
+        # What ends is of this minute; then that is over too.
+        moves[2].state = pb.MOVE_STATE_RUNNING
+        r.service.finish_plan()
+        r.service.tell()
+        await says(r, "0 moves begun, 3 completed, 0 aborted", "3 completed")
+        assert "under way" not in await r.text(LINE)
+        for move in moves:
+            move.ended_at_s -= LONG_AGO_S
+        r.service.tell()
+        await says(r, "nothing moved.")
 
 
 async def test_a_minute_without_moves_says_so_and_shows_the_rest_when_asked() -> None:
@@ -120,7 +158,7 @@ async def test_a_minute_without_moves_says_so_and_shows_the_rest_when_asked() ->
         r.service.tell()
         await says(r, "In the last minute: nothing moved.")
         assert await r.tab.ask(ROWS) == 0
-        assert "no move began or ended" in await r.text(".moves .none")
+        assert "no move began, ended or was under way" in await r.text(".moves .none")
         # The overview keeps its few newest rows, and says that they are older.
         await r.go("#view=overview")
         await r.tab.until(f"{ROWS} === {len(moves)}")

@@ -103,11 +103,16 @@ async def test_a_drain_and_a_plan_reach_the_controller() -> None:
         await r.tab.until("document.querySelector('[data-figure=said]').innerText !== ''")
         assert [request.rank for request in asked(r, pb.DrainRankRequest)] == [2]
 
+        r.service.plan_room = [pb.Removed(layer=0, expert=e, rank=3) for e in (25, 26)]
         await r.press_button("Plan", ".operator")
         await r.press_button("Compute", "dialog")
         await r.tab.until("document.querySelector('.plan .notice') !== null")
         assert applied(r) == []
+        assert "computed, in place of 6 replicas" in await r.text(".plan .sums")
         await r.press_button("Apply this plan", ".plan")
+        await r.tab.until(f"{DIALOG} !== null")
+        begin = "3 moves begin now, in place of 6 replicas; "
+        assert begin in str(await r.tab.ask(f"{DIALOG}.innerText"))
         await r.press_button("Apply", "dialog")
         await r.tab.until(f"{DIALOG} === null")
         (plan_id,) = applied(r)

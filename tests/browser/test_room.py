@@ -5,16 +5,30 @@ from tests.browser.rig import MARKS, Rig, rig
 
 pytestmark = MARKS
 
+STATES = {
+    "planned": pb.MOVE_STATE_PLANNED,
+    "done": pb.MOVE_STATE_DONE,
+    "aborted": pb.MOVE_STATE_ABORTED,
+    "running": pb.MOVE_STATE_RUNNING,
+}
+SAID = (
+    ("planned", "leaves", "makes"),
+    ("done", "left", "made"),
+    ("aborted", "was to leave", "to make"),
+    ("running", "leaves", "makes"),
+    ("dropped", "was to leave", "to make"),
+)
+
 
 def replacing(r: Rig) -> tuple[pb.Move, pb.Removed]:
-    """Of a plan that begins: a move that adds a replica, and one listed where that goes, which it
-    replaces."""
+    """Of a plan that begins: a move that adds a replica, and the first of two listed where that
+    goes, which it replaces."""
     moves = r.service.begin_plan()
     move = next(m for m in moves if m.kind == pb.MOVE_KIND_REPLICATE)
     slots = r.service.slots[move.target_rank]
-    gone = next(s for s in slots if s["state"] == "LISTED")
-    move.room.add(layer=gone["layer"], expert=gone["expert"], rank=move.target_rank)
-    r.service.replaced = 1
+    for gone in [s for s in slots if s["state"] == "LISTED"][:2]:
+        move.room.add(layer=gone["layer"], expert=gone["expert"], rank=move.target_rank)
+    r.service.replaced = 2
     r.service.tell()
     return move, move.room[0]
 
@@ -22,21 +36,34 @@ def replacing(r: Rig) -> tuple[pb.Move, pb.Removed]:
 async def test_a_move_and_the_expert_that_made_room_for_it_name_each_other() -> None:
     async with rig(fragment="#view=moves") as r:
         move, gone = replacing(r)
-        words = f"in place of L{gone.layer} E{gone.expert}"
+        words = f"in place of L{gone.layer} E{gone.expert}, L{move.room[1].layer}"
         rows = "document.querySelector('[data-figure=moves]')?.innerText ?? ''"
         await r.tab.until(f"({rows}).includes('{words}')")
-        await r.tab.until("document.querySelector('header').innerText.includes('1 made room')")
+        await r.tab.until("document.querySelector('header').innerText.includes('2 made room')")
         await r.go(f"#view=plan&plan={move.plan_id}")
         table = "document.querySelector('[data-figure=plan-moves]')?.innerText ?? ''"
         await r.tab.until(f"({table}).includes('{words}')")
-        assert "1 in place of another replica" in await r.text(".plan .sums")
+        # As many as the header counts once they are gone: replicas, not moves.
+        assert "in place of 2 replicas" in await r.text(".plan .sums")
         row = f"[data-figure=rank-slots] tbody tr:nth-child({move.target_rank + 1})"
         was, leave, come, now, _ = (await r.text(row)).split("\t")[1:]
         came = int(come) if come.isdigit() else 0
-        assert (int(leave), int(now)) == (1, int(was) - 1 + came)
-        await r.go(f"#view=plan&expert={gone.layer}.{gone.expert}")
-        left = f"left rank {gone.rank}, made room for L{move.layer} E{move.expert}"
+        assert (int(leave), int(now)) == (2, int(was) - 2 + came)
+        await r.go(f"#view=moves&expert={gone.layer}.{gone.expert}")
         mine = "document.querySelector('[data-figure=expert-moves]')?.innerText ?? ''"
-        await r.tab.until(f"({mine}).includes('{left}')")
+        row_of_it = (
+            "[...document.querySelectorAll('[data-figure=moves] tbody tr')]"
+            f".find((row) => row.innerText.includes('{words}'))"
+        )
+        for state, leaves, makes in SAID:
+            if state == "dropped":  # a move under way that is no longer named
+                r.service.moves.remove(move)
+            else:
+                move.state = STATES[state]
+            r.service.tell()
+            await r.tab.until(f"{row_of_it}?.className === 'is-{state}'")
+            r.service.close_window()  # with which the panel asks again
+            way = f"{leaves} rank {gone.rank}, {makes} room for L{move.layer} E{move.expert}"
+            await r.tab.until(f"({mine}).includes('{way} · {state}')")
         await r.go(f"#view=plan&expert={move.layer}.{move.expert}")
         await r.tab.until(f"({mine}).includes('{words}')")

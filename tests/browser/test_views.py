@@ -282,6 +282,10 @@ async def test_why_slow_names_the_scripted_causes() -> None:
             expert=7,
             evidence={"spread_s": 0.0031, "wait_share": 0.19},
         )
+        r.service.record("in_balance", "kept", "nothing to gain", numbers={"regret_s": 0.25})
+        newest = r.service.explanation.newest
+        newest.CopyFrom(r.service.records[-1])
+        newest.wall_time_s -= 7200.0
         r.service.explanation.causes.add(
             kind="copy", share=0.08, text="a copy runs", rank=1, layer=-1, expert=-1
         )
@@ -292,6 +296,12 @@ async def test_why_slow_names_the_scripted_causes() -> None:
         for words in (text, "41%", "moe-serve plan", "rank 2", "L1 E7", "3.10 ms", "19%"):
             assert words in first
         assert await r.tab.ask("document.querySelectorAll('.cause script').length") == 0
+        newest_row = "[...document.querySelectorAll('.why-view tbody tr')].at(-1).innerText"
+        row = str(await r.tab.ask(newest_row)).split("\t")
+        assert (row[1], row[2]) == ("in_balance", "kept")
+        assert row[0] == "2 h ago"
+        assert "nothing to gain" in row[3]
+        assert "regret_s 0.25" in row[3]
         assert (
             await r.tab.ask("document.querySelectorAll('[data-figure=stages] tbody tr').length")
             == 7

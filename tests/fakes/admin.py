@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -240,6 +241,7 @@ class FakeAdmin:
     records: list[pb.DecisionRecord] = field(default_factory=list)
     step_pages: list[list[pb.Step]] = field(default_factory=list)
     asked: list[tuple[object, ...]] = field(default_factory=list)
+    asked_within: list[float] = field(default_factory=list)
     targets: list[AdminTarget] = field(default_factory=list)
     closed: bool = False
 
@@ -303,8 +305,13 @@ class FakeAdmin:
         self.asked.append(("explain_plan", plan_id))
         if plan_id not in ("", self.plan.plan_id):
             raise NotFound(f"no plan {plan_id!r} is kept")
+        plan = pb.PlanView()
+        plan.CopyFrom(self.plan)
+        live = {m.move_id: m for m in self.placements[0].moves if m.plan_id == plan.plan_id}
+        for move in plan.moves:  # as the controller: those that have begun are told as they stand
+            move.CopyFrom(live.get(move.move_id, move))
         return pb.ExplainPlanResponse(
-            plan=self.plan, records=self.records, measured_before=0.51, measured_after=0.0
+            plan=plan, records=self.records, measured_before=0.51, measured_after=0.0
         )
 
     def pause(self, reason: str) -> None:
@@ -357,6 +364,10 @@ class FakeAdmin:
         return pb.SetBudgetResponse(
             plan_id="2-6", message="1 replica is evicted", num_slots=budget_bytes // (3 * MIB)
         )
+
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        self.asked_within.append(seconds)
+        return nullcontext()
 
     def close(self) -> None:
         self.closed = True

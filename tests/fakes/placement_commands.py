@@ -67,6 +67,8 @@ class PlacementCommands:
         self.delay_s: dict[str, float] = {}
         """Methods that take so long, by name."""
         self.plan_views: dict[str, pb.PlanView] = {}
+        self.plan_room: list[pb.Removed] = []
+        """What each move of a computed plan removes."""
         self.forgotten: set[str] = set()
         """Plans of which only records are left."""
         self.drained: set[int] = set()
@@ -180,6 +182,7 @@ class PlacementCommands:
                 expert=slot["expert"],
                 source_rank=0,
                 target_rank=last,
+                room=self.plan_room,
                 copy_bytes=42 << 20,
                 cross_node=True,
                 reason="hot expert: 3.1x fair share",

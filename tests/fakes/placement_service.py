@@ -78,6 +78,10 @@ class FakePlacementService(PlacementCommands, placement_pb2_grpc.PlacementServic
         self.plans = 0
         self.load: pb.GetLoadResponse | None = None
         self.load_closed_s = 0.0
+        self.earlier_s = 0.0
+        """Its seconds in earlier lives."""
+        self.ahead_s = 0.0
+        """By which its clock is ahead of that of others; decisions are dated by it."""
         self.rank_pairs: NDArray[np.int64] = np.zeros((s.ranks, s.layers), np.int64)
         self.demand: NDArray[np.int64] = np.zeros((PHASES, s.layers, s.experts), np.int64)
         self._tags = 0
@@ -188,7 +192,7 @@ class FakePlacementService(PlacementCommands, placement_pb2_grpc.PlacementServic
                 rule=rule,
                 outcome=outcome,
                 detail=detail,
-                wall_time_s=datetime.now(UTC).timestamp(),
+                wall_time_s=datetime.now(UTC).timestamp() + self.ahead_s,
                 numbers=numbers,
                 **{"move_id": -1, **more},
             )
@@ -310,7 +314,7 @@ class FakePlacementService(PlacementCommands, placement_pb2_grpc.PlacementServic
             policy="incremental",
             network="loopback",
             simulated=s.simulated,
-            uptime_s=time.monotonic() - self.began_s,
+            uptime_s=time.monotonic() - self.began_s - self.earlier_s,
             moves=self.moves,
             moves_done=self.done,
             replicas_replaced=self.replaced,

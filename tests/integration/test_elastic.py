@@ -34,6 +34,10 @@ from tests.service_cluster import Placement, Service, part_pids, service_config,
 from tests.traffic import Source, Traffic, Workload, draw
 
 THIS = "tests/integration/test_elastic.py"
+OPERATE = "docs/how-to/operate.md"
+MAINTENANCE = "Maintenance of a machine"
+FLEET = "A fleet that grows and shrinks"
+VERSION = "A new version, part by part"
 SLOTS = 18
 """One rank can hold all 16 experts, so that two on a node can do without either."""
 KEYS = LAYERS * EXPERTS
@@ -135,10 +139,15 @@ def settled(placement: Placement) -> bool:
     return placement.state in ("steady", "moving", "planning") and not placement.missing
 
 
-def page(section: str) -> Block:
-    """A section's block of the page on how to operate."""
-    (block,) = [b for b in marked("docs/how-to/operate.md", THIS) if b.section == section]
+def page(section: str, word: str = "run") -> Block:
+    """A section's block of the page on how to operate, by its mark."""
+    (block,) = [b for b in marked(OPERATE, THIS, word) if b.section == section]
     return block
+
+
+def test_every_block_of_how_to_operate_is_in_a_test_below() -> None:
+    assert [block.section for block in marked(OPERATE, THIS)] == [MAINTENANCE]
+    assert [block.section for block in marked(OPERATE, THIS, "slow")] == [FLEET, VERSION]
 
 
 def said_by(service: Service, scratch: Path, words: list[str], **places: str) -> str:
@@ -186,7 +195,7 @@ def test_a_rank_leaves_and_comes_back_and_another_joins(service: Service, scratc
         assert [r.node for r in joined.ranks[:3]] == ["a", "a", "b"]
         assert joined.ranks[new + 1].node == "b"
         assert joined.ranks[1].incarnation > start.ranks[1].incarnation
-        drain, undrain = page("Maintenance of a machine").commands
+        drain, undrain = page(MAINTENANCE).commands
         said_by(service, scratch, drain, RANK="2")
         service.wait(
             "the new rank holds node b's share", lambda p: held(p, new + 1) == KEYS and settled(p)
@@ -239,7 +248,7 @@ def test_every_part_is_replaced_and_a_roll_that_fails_leaves_the_rest_serving(
 def test_a_fleet_grows_shrinks_and_rolls_as_the_page_says(service: Service, scratch: Path) -> None:
     start = have_on_b(service, 1)
     new, node = len(start.ranks), start.ranks[0].node
-    grow, on_group, on_node, shrink, again = page("A fleet that grows and shrinks").commands
+    grow, on_group, on_node, shrink, again = page(FLEET, "slow").commands
     with traffic_through(service):
         for count, words in enumerate((grow, on_group, on_node)):
             assert f"rank {new + count}" in said_by(service, scratch, words, NODE=node)
@@ -251,7 +260,7 @@ def test_a_fleet_grows_shrinks_and_rolls_as_the_page_says(service: Service, scra
         service.wait("it has left", lambda p: state(p, new) == "removed" and settled(p))
         said_by(service, scratch, again, RANK=str(new))
         service.wait("it is back", lambda p: state(p, new) == "up" and settled(p))
-        for words in page("A new version, part by part").commands:
+        for words in page(VERSION, "slow").commands:
             assert "controller" in said_by(service, scratch, words)
         for count in range(3):
             service.admin.remove_rank(new + count, True)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-from moe_serve.cli.admin import AdminTarget, GrpcAdmin
+from moe_serve.cli.admin import CALL_TIMEOUT_S, AdminTarget, GrpcAdmin
 from moe_serve.cli.app import app
 from moe_serve.cli.exits import CannotReach
 from moe_serve.errors import MoeServeError, PermissionDenied, Unavailable
@@ -24,6 +25,13 @@ from tests.fakes.placement_service import FakePlacementService, serve
 class Recorder(FakePlacementService):
     """Says that it is too early where no window has closed, as a controller does."""
 
+    hangs = False
+
+    async def GetPlacement(self, request: Any, context: Any) -> pb.GetPlacementResponse:
+        if self.hangs:
+            await asyncio.sleep(CALL_TIMEOUT_S)
+        return await super().GetPlacement(request, context)
+
     async def GetLoad(self, request: Any, context: Any) -> pb.GetLoadResponse:
         if self.load is None:
             await abort(context, Unavailable("no load window has closed yet"))
@@ -33,7 +41,7 @@ class Recorder(FakePlacementService):
 @dataclass
 class Running:
     address: str
-    service: FakePlacementService
+    service: Recorder
 
 
 @pytest.fixture
@@ -43,7 +51,7 @@ def running() -> Iterator[Running]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
-    async def start() -> tuple[FakePlacementService, grpc.aio.Server, str]:
+    async def start() -> tuple[Recorder, grpc.aio.Server, str]:
         service = Recorder()
         service.close_window()
         server, address = await serve(service)
@@ -127,6 +135,26 @@ def test_a_service_that_has_no_window_yet_is_reached(running: Running) -> None:
     result = _run("status", "--address", running.address)
     assert result.exit_code == 0, result.stderr
     assert "no closed window yet" in result.stdout
+
+
+def test_a_call_of_a_wait_ends_with_it(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that hangs: a wait does not go on for a call's own deadline."""
+    admin = GrpcAdmin(AdminTarget(running.address))
+    with admin.within(-1.0):
+        assert admin.placement().ranks, "the last look is one"
+    running.service.hangs = True
+    with monkeypatch.context() as patched:
+        patched.setattr("moe_serve.cli.admin.LAST_CALL_S", 0.2)
+        for outer_s, inner_s in ((0.5, 60.0), (60.0, 0.5), (0.5, 0.0)):
+            began_s = time.monotonic()
+            with (
+                admin.within(outer_s),
+                admin.within(inner_s),
+                pytest.raises(CannotReach, match="Deadline Exceeded"),
+            ):
+                admin.placement()
+            assert time.monotonic() - began_s < CALL_TIMEOUT_S / 2
+    admin.close()
 
 
 def test_nobody_listens() -> None:

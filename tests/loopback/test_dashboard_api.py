@@ -5,6 +5,7 @@ import base64
 import csv
 import io
 import json
+import threading
 from typing import Any
 
 import grpc
@@ -12,13 +13,15 @@ import numpy as np
 import pytest
 from yarl import URL
 
+from moe_serve.dashboard import reading
 from moe_serve.dashboard.app import Page, load_assets
 from moe_serve.dashboard.feed import Feed
 from moe_serve.dashboard.settings import DashboardSettings
 from moe_serve.dashboard.upstream import READERS_MAX, Calls, TooManyReaders
+from moe_serve.documents.replicas import holders_of
 from moe_serve.rpc import placement_pb2 as pb
 from tests.fakes.page import WAIT_S, Rig, lone_page, rig
-from tests.fakes.placement_service import serve
+from tests.fakes.placement_service import FakePlacementService, Script, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -98,6 +101,8 @@ async def test_moves_and_decisions_of_the_last_seconds_are_asked_for() -> None:
             one.wall_time_s -= 300.0
             one.at_s -= 300.0
         new = r.service.begin_plan()
+        for move in new:
+            move.started_at_s -= 90.0  # of all times, as it is under way
         r.service.tell()
         both = len(old) + len(new)
         await r.until("api/v1/moves", lambda m: len(m["moves"]) == both)
@@ -125,6 +130,62 @@ async def test_moves_and_decisions_of_the_last_seconds_are_asked_for() -> None:
                 status, error = await error_of(r, f"api/v1/{path}?since_s={value}")
                 assert (status, error["field"]) == (400, "since_s"), value
                 assert "from 0 to 604800" in error["message"]
+
+
+@pytest.mark.parametrize("ahead_s", [90.0, -90.0])
+async def test_dates_are_the_controllers_where_its_clock_differs(ahead_s: float) -> None:
+    async with rig() as r:
+        r.service.ahead_s = ahead_s
+        r.service.record("in_balance", "kept")
+        r.service.tell()
+        await r.until("api/v1/events", lambda e: e["records"])
+        await live(r)
+        moves = r.service.begin_plan()
+        r.service.finish_plan()
+        r.service.tell()
+        await r.until("api/v1/moves", lambda m: len(m["moves"]) == len(moves))
+        await r.until("api/v1/events", lambda e: len(e["records"]) == 3)
+        for path, name, count in (("moves", "moves", len(moves)), ("events", "records", 3)):
+            for since_s, found in ((60, count), (0, count)):
+                document = await r.json(f"api/v1/{path}?since_s={since_s}")
+                assert len(document[name]) == found, (path, since_s)
+        before = await r.json("api/v1/frame?before_plan=1")
+        there_s = r.service.records[-1].wall_time_s
+        status = await r.json("api/v1/status")
+        history = await r.json("api/v1/history")
+        dates = [before["wall_s"], status["wall_s"], status["since_wall_s"]]
+        dates += [point["wall_s"] for point in history["points"]]
+        dates += [mark["wall_s"] for mark in history["marks"]]
+        assert dates == pytest.approx([there_s] * len(dates), abs=WAIT_S)
+
+
+async def test_decisions_too_old_by_the_controllers_clock_are_left_out() -> None:
+    async with rig() as r:
+        r.service.ahead_s = -90.0
+        r.service.record("in_balance", "kept")
+        r.service.began_s -= 70.0
+        r.service.record("regret_below_cost", "kept")
+        r.service.records[0].wall_time_s -= 70.0
+        await live(r)
+        await r.until("api/v1/events", lambda e: len(e["records"]) == 2)
+        recent = await r.json("api/v1/events?since_s=60")
+        assert [record["rule"] for record in recent["records"]] == ["regret_below_cost"]
+
+
+async def test_a_move_of_the_controllers_last_life_has_no_date_that_would_be_wrong() -> None:
+    async with rig() as r:
+        # Its seconds go on at 500, and do not tell how long it was down.
+        r.service.began_s -= 500.0
+        r.service.earlier_s = 500.0
+        r.service.close_window()
+        old, *_, new = r.service.begin_plan()
+        old.started_at_s = 400.0
+        await live(r)
+        moves = await r.until("api/v1/moves", lambda m: m["moves"][-1]["started_wall_s"])
+        dated = {one["move_id"]: one["started_wall_s"] for one in moves["moves"]}
+        assert dated[old.move_id] is None
+        now_s = (await r.json("api/v1/status"))["wall_s"]
+        assert dated[new.move_id] == pytest.approx(now_s, abs=WAIT_S)
 
 
 async def test_a_plan_is_drawn_before_and_after_without_arithmetic() -> None:
@@ -449,6 +510,47 @@ async def test_one_expert_tells_where_it_is_and_how_hot_it_was() -> None:
         for path, field in [("layer=4&expert=0", "layer"), ("layer=0&expert=32", "expert")]:
             status, error = await error_of(r, f"api/v1/expert?{path}")
             assert (status, error["field"]) == (404, field)
+
+
+async def test_an_expert_is_told_of_one_window_however_long_its_holders_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def slow(placement: pb.GetPlacementResponse) -> Any:
+        asked.set()
+        assert go.wait(WAIT_S)
+        return holders_of(placement)
+
+    monkeypatch.setattr(reading, "holders_of", slow)
+    async with rig() as r:
+
+        async def meanwhile(service: FakePlacementService) -> tuple[int, Any, Any]:
+            """A question, a window of `service` before its answer, and the frame after."""
+            asked.clear()
+            go.clear()
+            panel = asyncio.create_task(r.get("api/v1/expert?layer=3&expert=31"))
+            assert await asyncio.to_thread(asked.wait, WAIT_S)
+            service.window = r.service.window
+            service.close_window()
+            r.service.window, r.service.load = service.window, service.load
+            r.service.load_closed_s = service.load_closed_s
+            r.service.tell()
+            frame = await r.until("api/v1/frame", lambda f: f["window"] == service.window)
+            go.set()
+            status, _, body = await panel
+            return status, json.loads(body), frame
+
+        await live(r)
+        status, panel, frame = await meanwhile(r.service)
+        assert (status, panel["window"], panel["wall_s"]) == (200, 2, frame["wall_s"])
+        assert panel["history"]["wall_s"][-1] == panel["wall_s"]
+        assert len(panel["history"]["wall_s"]) == 2
+        r.service.begin_plan()
+        r.service.tell()
+        await r.until("api/v1/moves", lambda m: m["moves"])
+        status, answer, _ = await meanwhile(FakePlacementService(Script(layers=2, experts=4)))
+        assert (status, answer["error"]["field"]) == (404, "layer"), "the model is another"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moe_serve.cli.charts.panel import Panel
 from moe_serve.cli.charts.raster import PALETTE, Image, draw
-from moe_serve.cli.whole_file import write_whole
+from moe_serve.cli.whole_file import STANDARD_OUTPUT, write_stdout, write_whole
 
 Palette = Sequence[tuple[int, int, int]]
 
@@ -28,9 +28,13 @@ def write_png(file: Path, panels: Sequence[Panel]) -> None:
 
 
 def write_image(file: Path, image: Image, palette: Palette = PALETTE) -> None:
-    """An image into a file; an older one is replaced, by a whole one or not at all. Raises
-    InvalidArgument where it cannot be written, or is no regular file."""
-    write_whole(file, encode_png(image, palette), "--png")
+    """An image into a file; an older one is replaced, by a whole one or not at all. `-` is standard
+    output. Raises InvalidArgument where it cannot be written, or is no regular file."""
+    data = encode_png(image, palette)
+    if file == STANDARD_OUTPUT:
+        write_stdout(data)
+    else:
+        write_whole(file, data, "--png")
 
 
 def encode_png(image: Image, palette: Palette = PALETTE) -> bytes:

@@ -24,6 +24,7 @@ from moe_serve.cli.output import Output, OutputFormat
 from moe_serve.cli.plain import plain
 from moe_serve.cli.progress import bar
 from moe_serve.cli.rolling import NO_ANSWER, Clock, PartGroup, Roll, until_answered
+from moe_serve.cli.unheard import told_if_unheard
 from moe_serve.rpc import placement_pb2 as pb
 
 ADD_WAIT_S = 20.0
@@ -115,7 +116,8 @@ def remove_rank(
     """
     out = Output(output)
     with admin_of(ctx, address, service) as admin:
-        answer = admin.remove_rank(rank, accept_lower_floor)
+        with told_if_unheard(out):
+            answer = admin.remove_rank(rank, accept_lower_floor)
         found = None
         if wait:
             found = wait_until_empty(admin, Emptying(rank, answer.message, leaves=True), wait, out)

@@ -25,7 +25,7 @@ from moe_serve.cli.options import (
 from moe_serve.cli.output import Output, OutputFormat
 from moe_serve.cli.views.heat import HeatMap, Mode, heat_map, heat_plain, pooled_line
 from moe_serve.cli.views.top import window_line
-from moe_serve.cli.whole_file import write_whole
+from moe_serve.cli.whole_file import STANDARD_OUTPUT, check_binary_stdout, write_whole
 from moe_serve.documents.experts import CSV_COLUMNS, csv_parts
 from moe_serve.documents.window import PhaseChoice
 from moe_serve.errors import InvalidArgument, Unavailable
@@ -33,7 +33,6 @@ from moe_serve.rpc import placement_pb2 as pb
 
 AROUND_FIELD = 6
 """Lines of the screen beside the field: what it is, its scale, what was pooled, the prompt."""
-STANDARD_OUTPUT = Path("-")
 
 
 def heat(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
@@ -49,7 +48,8 @@ def heat(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
         ),
     ] = Mode.LOAD,
     png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw every expert as a PNG.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw every expert as a PNG; `-` = standard output."),
     ] = None,
     csv: Annotated[
         Path | None,
@@ -66,8 +66,7 @@ def heat(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
     --png or --csv the terminal shows only what was written.
     """
     out = Output(output)
-    if csv == STANDARD_OUTPUT and out.for_programs:
-        raise InvalidArgument(f"--csv - and -o {output.value} both want standard output; give one")
+    _check_stdout(png, csv, out)
     if mode is Mode.REPLICAS and csv is None and not out.for_programs:
         refuse_beside(ctx, ("phase",), "--mode replicas", "replicas serve the tokens of both")
     with admin_of(ctx, address, service) as admin:
@@ -75,21 +74,33 @@ def heat(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
         load = _load(admin, mode)
     hot = hotness_of(load, placement, phase)
     if layer is not None and layer >= hot.num_layers:
-        raise InvalidArgument(
-            f"--layer {layer}: the model has {hot.num_layers} layers, from 0 to "
-            f"{hot.num_layers - 1}"
-        )
+        numbers = f", from 0 to {hot.num_layers - 1}" if hot.num_layers else ""
+        raise InvalidArgument(f"--layer {layer}: the model has {hot.num_layers} layers{numbers}")
     shown = heat_map(hot, mode, layer)
     if png is not None:
         image = field_image(shown.field, shown.title, shown.low, shown.high)
         write_image(png, image, IMAGE_COLOURS)
-        out.note(f"heat map written to {png}")
+        if png != STANDARD_OUTPUT:
+            out.note(f"heat map written to {png}")
     if csv is not None:
         _write_csv(csv, hot, layer, out)
     if out.for_programs:
         out.data(heat_plain(hot, layer), [])
     elif png is None and csv is None:
         out.data(None, _parts(hot, placement, shown, layer, out.out))
+
+
+def _check_stdout(png: Path | None, csv: Path | None, out: Output) -> None:
+    """Raise InvalidArgument where two want standard output, or bytes would go to a terminal."""
+    wanted = [
+        *(["--png -"] if png == STANDARD_OUTPUT else []),
+        *(["--csv -"] if csv == STANDARD_OUTPUT else []),
+        *([f"-o {out.form.value}"] if out.for_programs else []),
+    ]
+    if len(wanted) > 1:
+        raise InvalidArgument(f"{' and '.join(wanted)} both want standard output; give one")
+    if png == STANDARD_OUTPUT:
+        check_binary_stdout("--png")
 
 
 def _load(admin: Admin, mode: Mode) -> pb.GetLoadResponse | None:

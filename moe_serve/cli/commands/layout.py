@@ -13,7 +13,7 @@ import typer
 from moe_serve.cli.admin import Admin
 from moe_serve.cli.again import command_of
 from moe_serve.cli.beside import refuse_beside
-from moe_serve.cli.commands.plan import COMPUTING, wait_for_moves
+from moe_serve.cli.commands.plan import COMPUTING
 from moe_serve.cli.exits import ExitCode
 from moe_serve.cli.layouts import (
     LayoutFormat,
@@ -24,11 +24,13 @@ from moe_serve.cli.layouts import (
     text_of,
     written,
 )
+from moe_serve.cli.moving import UNKNOWN, Moved, wait_for_moves
 from moe_serve.cli.options import AddressOption, OutputOption, ServiceOption, admin_of
 from moe_serve.cli.output import Output, OutputFormat
 from moe_serve.cli.progress import bar
 from moe_serve.cli.rolling import NO_ANSWER
 from moe_serve.cli.views.plan import plan_parts, plan_plain
+from moe_serve.cli.whole_file import STANDARD_OUTPUT
 from moe_serve.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -45,7 +47,6 @@ PAUSED = "automatic plans are paused; `moe-serve resume` lets them run again"
 MAY_BE_PAUSED = (
     "automatic plans may be paused: `moe-serve status` says so, `moe-serve resume` lets them run"
 )
-UNKNOWN = "whether the plan runs is not known: `moe-serve status` says so, and `moe-serve events`"
 WAIT_S = 120.0
 UNNUMBERED = (
     "layers are numbered from 0 without a gap; where the model has dense layers, name its MoE "
@@ -118,7 +119,10 @@ def export(
     file: Annotated[
         Path | None,
         typer.Option(
-            "--file", "-f", metavar="OUT", help="Write to this file; .pt: tensors, for SGLang."
+            "--file",
+            "-f",
+            metavar="OUT",
+            help="Write to this file, `-` = standard output; .pt: tensors, for SGLang.",
         ),
     ] = None,
     layers: LayersOption = "",
@@ -129,10 +133,12 @@ def export(
     """Write down what lies where, for this service or another engine.
 
     Engines take a placement in which every rank has as many slots of every layer; any other is
-    refused, and what differs is named. Without -f the file's text goes to stdout; -o is about what
-    is said of a file.
+    refused, and what differs is named. Without -f, or with `-f -`, the file's text goes to stdout;
+    -o is about what is said of a file.
     """
     out = Output(output)
+    if file == STANDARD_OUTPUT:
+        file = None
     if file is None:
         refuse_beside(
             ctx, ("output",), "an export to stdout", "its text is that of the file; give --file"
@@ -269,16 +275,14 @@ def _carry_out(
     report["applied"] = True
     report["paused"] = answer.paused or not terms.keep_automatic
     try:
-        done = wait_for_moves(admin, plan.plan_id, terms.wait_s, out) if terms.wait_s else {}
+        moved = wait_for_moves(admin, plan.plan_id, terms.wait_s, out) if terms.wait_s else None
     except (MoeServeError, KeyboardInterrupt):
         if report["paused"]:
             out.note(PAUSED)
-        out.note(UNKNOWN)
         raise
-    report["moves"] = done
-    missed = [state for state in done.values() if state != "done"]
-    out.data(report, _closing(report, len(done) - len(missed), goal, terms))
-    if missed:
+    report["moves"] = {} if moved is None else moved.states
+    out.data(report, _closing(report, moved, goal))
+    if moved is not None and not moved.whole:
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -318,16 +322,19 @@ def _resume(admin: Admin, out: Output) -> None:
     out.note("automatic plans run as before; `moe-serve pause` first keeps things as shown")
 
 
-def _closing(report: dict[str, Any], done: int, goal: Goal, terms: Terms) -> list[str]:
-    plan_id, total = report["plan"]["plan_id"], len(report["moves"])
-    if not terms.wait_s:
+def _closing(report: dict[str, Any], moved: Moved | None, goal: Goal) -> list[str]:
+    plan_id = report["plan"]["plan_id"]
+    if moved is None:
         lines = [f"plan {plan_id}: {report['message'] or 'accepted'}"]
-    elif done == total:
+    elif moved.whole:
         left = len(report["plan"]["refused"])
         reached = f"{goal.words} but for {left} moves" if left else goal.words
         lines = [f"plan {plan_id}: done, this is {reached}"]
+    elif not moved.begun:
+        lines = [f"plan {plan_id}: has not begun; see `moe-serve events`"]
     else:
-        lines = [f"plan {plan_id}: {done} of {total} moves are done; see `moe-serve events`"]
+        done = f"{moved.done} of {len(moved.states)} moves are done"
+        lines = [f"plan {plan_id}: {done}; see `moe-serve events`"]
     if report["paused"]:
         lines.append(
             "Automatic plans are paused; `moe-serve resume` lets them run, and move things again."

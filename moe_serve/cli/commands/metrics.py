@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from enum import StrEnum
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from moe_serve.cli.beside import refuse_beside
 from moe_serve.cli.exits import EPILOG
 from moe_serve.cli.options import OutputOption
 from moe_serve.cli.output import Output, OutputFormat, columns
+from moe_serve.errors import InvalidArgument
 from moe_serve.telemetry.alerts import RUNBOOKS
 from moe_serve.telemetry.alerts import rules as alert_rules
 from moe_serve.telemetry.grafana import dashboard as grafana_dashboard
@@ -26,6 +28,8 @@ metrics_app = typer.Typer(
     no_args_is_help=True,
 )
 COUNT_MAX = 100_000
+TARGET = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
+"""HOST:PORT."""
 
 
 class Exporter(StrEnum):
@@ -111,6 +115,11 @@ def rules(
 
     Each names its page in docs/runbooks.
     """
+    if not _is_plain(runbooks):
+        raise InvalidArgument(
+            f"--runbooks {runbooks!r} is no address and no folder: it must be printable, "
+            "without blanks; leave it out for the pages of the repository"
+        )
     sys.stdout.write(_yaml(alert_rules(exporter.prefix, runbooks)))
 
 
@@ -124,7 +133,23 @@ def scrape(
     """Print a configuration for Prometheus that scrapes the service and loads the rules: YAML."""
     if exporter is Exporter.RAY:
         refuse_beside(ctx, ("target",), "--exporter ray", "Ray lists its exporters in a file")
-    sys.stdout.write(_yaml(scrape_config("" if exporter is Exporter.RAY else target)))
+    elif not _is_target(target):
+        raise InvalidArgument(
+            f"--target {target!r} is not host:port; it is where ports.metrics is served"
+        )
+    sys.stdout.write(_yaml(scrape_config(None if exporter is Exporter.RAY else target)))
+
+
+def _is_plain(text: str) -> bool:
+    """Whether it stands in a file as it was given: something, printable, without blanks."""
+    return bool(text) and text.isprintable() and " " not in text
+
+
+def _is_target(text: str) -> bool:
+    """Whether Prometheus takes it as a place: a name or an address, IPv6 in brackets, and a
+    port."""
+    found = TARGET.fullmatch(text)
+    return _is_plain(text) and found is not None and 0 < int(found[1]) < 65_536
 
 
 def _kind(spec: MetricSpec) -> str:

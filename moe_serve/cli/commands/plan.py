@@ -3,14 +3,13 @@ happen."""
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
 
-from moe_serve.cli.admin import Admin
 from moe_serve.cli.beside import refuse_beside
 from moe_serve.cli.exits import ExitCode
+from moe_serve.cli.moving import UNKNOWN, wait_for_moves
 from moe_serve.cli.options import (
     INT32_MAX,
     AddressOption,
@@ -19,12 +18,10 @@ from moe_serve.cli.options import (
     admin_of,
 )
 from moe_serve.cli.output import Output, OutputFormat
-from moe_serve.cli.plain import enum_word
-from moe_serve.cli.progress import bar, tally
+from moe_serve.cli.progress import bar
+from moe_serve.cli.unheard import told_if_unheard
 from moe_serve.cli.views.plan import plan_parts, plan_plain
 
-POLL_S = 0.2
-ENDED = frozenset({"done", "aborted"})
 COMPUTING = "computing a plan"
 """Said while the controller does, which it may for half a minute."""
 
@@ -80,39 +77,25 @@ def apply(
     if check:
         refuse_beside(ctx, ("wait",), "--check", "nothing is started that could end")
     with admin_of(ctx, address, service) as admin:
-        message = admin.apply_plan(plan_id, check)
-        done = wait_for_moves(admin, plan_id, wait, out) if wait else {}
-    missed = sum(state != "done" for state in done.values())
+        if check:
+            message = admin.apply_plan(plan_id, check)
+        else:
+            with told_if_unheard(out, UNKNOWN):
+                message = admin.apply_plan(plan_id, check)
+        moved = wait_for_moves(admin, plan_id, wait, out) if wait else None
     said = message or "accepted"
-    if missed:
-        said = f"{missed} of {len(done)} moves are not done; see `moe-serve events`"
-    elif done:
-        said = f"done, {len(done)} of {len(done)} moves"
+    if moved is not None:
+        total = len(moved.states)
+        if not moved.begun:
+            said = f"has not begun after {wait:g} s; see `moe-serve events`"
+        elif not moved.whole:
+            said = f"{total - moved.done} of {total} moves are not done; see `moe-serve events`"
+        else:
+            said = f"done, {total} of {total} moves"
+    states = {} if moved is None else moved.states
     out.data(
-        {"plan_id": plan_id, "checked_only": check, "message": message, "moves": done},
+        {"plan_id": plan_id, "checked_only": check, "message": message, "moves": states},
         [f"plan {plan_id} still fits; nothing was started" if check else f"plan {plan_id}: {said}"],
     )
-    if missed:
+    if moved is not None and not moved.whole:
         raise typer.Exit(ExitCode.FAILED)
-
-
-def wait_for_moves(admin: Admin, plan_id: str, wait_s: float, out: Output) -> dict[int, str]:
-    """State of each move of the plan by id, when all have ended or the time is over."""
-    deadline = time.monotonic() + wait_s
-    with tally(out) as told:
-        while True:
-            states = {
-                move.move_id: enum_word(move, "state")
-                for move in admin.placement().moves
-                if move.plan_id == plan_id
-            }
-            ended = sum(state in ENDED for state in states.values())
-            text = f"plan {plan_id}: {ended} of {len(states)} moves ended"
-            told.tell(text, ended, len(states))
-            over = bool(states) and ended == len(states)
-            # A move is shown as ended before the last slot of its plan is released.
-            if over and not any(step.plan_id == plan_id for step in admin.steps()):
-                return states
-            if time.monotonic() >= deadline:
-                return states or {-1: "not started"}
-            time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))

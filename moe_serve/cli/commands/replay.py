@@ -27,6 +27,7 @@ from moe_serve.cli.trace_options import (
     WindowOption,
     refuse_for_journal,
 )
+from moe_serve.cli.whole_file import STANDARD_OUTPUT
 from moe_serve.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ def replay(  # noqa: PLR0913, PLR0917 - typer wants a parameter for each option
     wanted = tuple(dict.fromkeys(policy or ()))
     if len(wanted) > POLICIES_MAX:
         raise InvalidArgument(f"--policy: {len(wanted)} policies, at most {POLICIES_MAX}")
+    if png == STANDARD_OUTPUT:
+        raise InvalidArgument(
+            "--png - wants standard output, where the comparison goes; name a file"
+        )
     show = _Show(out, source.name, chart=chart, png=png)
     if out.for_programs:
         refuse_beside(ctx, ("chart",), f"-o {output.value}", "programs get the numbers")

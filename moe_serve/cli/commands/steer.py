@@ -19,6 +19,7 @@ from moe_serve.cli.options import (
 )
 from moe_serve.cli.output import Output, OutputFormat
 from moe_serve.cli.plain import plain
+from moe_serve.cli.unheard import told_if_unheard
 from moe_serve.config.schema import parse_bytes
 from moe_serve.errors import FieldViolation, InvalidArgument
 
@@ -67,7 +68,8 @@ def drain(
     """
     out = Output(output)
     with admin_of(ctx, address, service) as admin:
-        answer = admin.drain(rank)
+        with told_if_unheard(out):
+            answer = admin.drain(rank)
         message = answer.message or f"rank {rank} is draining"
         found = None
         if wait:

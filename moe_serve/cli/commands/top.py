@@ -72,11 +72,10 @@ def top(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
     controller goes away it says so and goes on trying.
     """
     out = Output(output)
-    if once or out.for_programs:
-        other = "--once" if once else f"-o {output.value}"
-        refuse_beside(ctx, ("interval",), other, "one table is printed")
+    if alone := _prints_once(once, out):
+        refuse_beside(ctx, ("interval",), alone, "one table is printed")
     with admin_of(ctx, address, service) as admin:
-        if once or out.for_programs or not out.out.is_terminal:
+        if alone:
             _print_once((admin.placement(), admin.load()), kind, phase, rows, out)
             return
 
@@ -86,6 +85,15 @@ def top(  # noqa: PLR0913, PLR0917  # its parameters are the command's options
 
         with Watch(partial(_look, admin), interval) as watch, keys_read() as wait_key:
             show_live(out.out, watch, draw, wait_key)
+
+
+def _prints_once(once: bool, out: Output) -> str:
+    """What makes it print one table and end, "" where it goes on."""
+    if once:
+        return "--once"
+    if out.for_programs:
+        return f"-o {out.form.value}"
+    return "" if out.out.is_terminal else "a pipe"
 
 
 def _look(admin: Admin) -> Seen:

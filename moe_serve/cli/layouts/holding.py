@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from moe_serve.documents.replicas import LISTED
+from moe_serve.documents.replicas import EMPTY, LISTED, pair_of, shape_of
 from moe_serve.errors import InvalidArgument
 from moe_serve.rpc import placement_pb2 as pb
 from placement.adapters.counts import LAYERS_MAX
@@ -38,20 +38,21 @@ class Holding:
 
 
 def holding_of(placement: pb.GetPlacementResponse) -> Holding:
-    """What is listed now."""
+    """What is listed now. Raises InvalidArgument where the model's size is absurd."""
+    layers, experts = shape_of(placement)
     ranks = [rank for rank in placement.ranks if rank.state != "removed"]
     return Holding(
         model=placement.model,
         weights_version=placement.weights_version,
-        num_layers=placement.num_layers,
-        num_experts=placement.num_experts,
+        num_layers=layers,
+        num_experts=experts,
         num_ranks=len(placement.ranks),
         ranks=tuple(rank.rank for rank in ranks),
         rows=tuple(
             tuple(
-                slot.layer * placement.num_experts + slot.expert
+                pair
                 for slot in sorted(rank.slots, key=lambda slot: slot.index)
-                if slot.state == LISTED
+                if slot.state == LISTED and (pair := pair_of(slot, layers, experts)) != EMPTY
             )
             for rank in ranks
         ),

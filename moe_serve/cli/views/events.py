@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from moe_serve.cli.figures import shown_bytes
+from moe_serve.cli.figures import shown_bytes, shown_number
 from moe_serve.rpc import placement_pb2 as pb
 
 NUMBERS_SHOWN = 8
@@ -24,12 +24,13 @@ def event_line(record: pb.DecisionRecord) -> str:
     if record.copy_bytes:
         parts.append(shown_bytes(record.copy_bytes))
     if record.expected_gain_s_per_s:
-        parts.append(f"expected {record.expected_gain_s_per_s:.3g} s/s")
+        parts.append(f"expected {shown_number(record.expected_gain_s_per_s, '.3g')} s/s")
     if record.realised_gain_s_per_s:
-        parts.append(f"realised {record.realised_gain_s_per_s:.3g} s/s")
+        parts.append(f"realised {shown_number(record.realised_gain_s_per_s, '.3g')} s/s")
     numbers = sorted(record.numbers.items())[:NUMBERS_SHOWN]
     if numbers:
-        parts.append("(" + ", ".join(f"{name} {value:.4g}" for name, value in numbers) + ")")
+        words = ", ".join(f"{name} {shown_number(value, '.4g')}" for name, value in numbers)
+        parts.append(f"({words})")
     return " ".join(part.rstrip() for part in parts)
 
 
@@ -39,7 +40,11 @@ def refused_lines(record: pb.DecisionRecord) -> list[str]:
 
 
 def _when(record: pb.DecisionRecord) -> str:
-    return datetime.fromtimestamp(record.wall_time_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    try:
+        at = datetime.fromtimestamp(record.wall_time_s, UTC)
+    except (ValueError, OverflowError, OSError):  # no number, or no year of the calendar
+        return "-"
+    return at.strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 @dataclass(slots=True)

@@ -4,11 +4,12 @@ command."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isfinite
 
 from rich.console import RenderableType
 from rich.table import Table
 
-from moe_serve.cli.figures import shown_imbalance, shown_seconds
+from moe_serve.cli.figures import shown_imbalance, shown_number, shown_seconds
 from moe_serve.cli.output import columns
 from moe_serve.cli.views.events import event_line, refused_lines
 from moe_serve.cli.views.moves import moves_table
@@ -54,7 +55,8 @@ def explain_parts(answer: pb.ExplainResponse) -> list[RenderableType]:
 
 def cause_lines(cause: pb.Cause) -> list[str]:
     """What it is, the numbers, and what to do."""
-    numbers = ", ".join(f"{name} {value:.4g}" for name, value in sorted(cause.evidence.items()))
+    evidence = sorted(cause.evidence.items())
+    numbers = ", ".join(f"{name} {shown_number(value, '.4g')}" for name, value in evidence)
     lines = [f"  {cause.kind}: {cause.text}"]
     if numbers:
         lines.append(f"    evidence: {numbers}")
@@ -73,8 +75,8 @@ def _stage_table(stages: Iterable[pb.Stage]) -> Table:
         table.add_row(
             stage.phase,
             stage.stage,
-            f"{share:.0%}",
-            "#" * round(share * BAR_CELLS),
+            shown_number(share, ".0%"),
+            "#" * round(share * BAR_CELLS if isfinite(share) else 0.0),
             shown_seconds(stage.p50_s),
             shown_seconds(stage.p99_s),
         )
@@ -93,7 +95,7 @@ def _rank_table(ranks: list[pb.RankPart]) -> Table:
             f"{part.last / part.sub_calls:.0%}",
             shown_seconds(part.late_s / part.last) if part.last else "-",
             *(shown_seconds(seconds / part.sub_calls) for seconds in each),
-            f"{part.slowness:.1f} x" if part.slowness else "-",
+            f"{shown_number(part.slowness, '.1f')} x" if part.slowness else "-",
         )
     return table
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from moe_serve.cli.figures import shown_bytes
+from moe_serve.cli.figures import shown_bytes, shown_number
 from moe_serve.cli.plain import enum_word
 from moe_serve.rpc import placement_pb2 as pb
 
@@ -35,7 +35,7 @@ def moves_table(moves: Iterable[pb.Move], *, states: bool) -> Table:
             *([enum_word(move, "state")] if states else []),
             _way(move),
             _price(move),
-            f"saves {move.gain_s_per_s:.3g} s/s" if move.gain_s_per_s > 0 else "",
+            f"saves {shown_number(move.gain_s_per_s, '.3g')} s/s" if move.gain_s_per_s > 0 else "",
             move.reason,
         ]
         table.add_row(*cells, style=STYLES.get(kind, ""))
@@ -45,21 +45,24 @@ def moves_table(moves: Iterable[pb.Move], *, states: bool) -> Table:
 
 
 def moves_sum(moves: Iterable[pb.Move]) -> str:
-    """ "24 to replicate (20 in place of another replica), 1 to evict", in the order of SYMBOLS; no
-    move is "nothing to move"."""
+    """ "24 to replicate (in place of 20 replicas), 1 to evict", in the order of SYMBOLS; no move is
+    "nothing to move"."""
     counts: Counter[str] = Counter()
-    placed: Counter[str] = Counter()
+    gone: Counter[str] = Counter()
     for move in moves:
         kind = enum_word(move, "kind")
         counts[kind] += 1
-        placed[kind] += bool(move.room)
+        gone[kind] += len(move.room)
     parts = [
-        f"{counts[kind]} {words}"
-        + (f" ({placed[kind]} in place of another replica)" if placed[kind] else "")
+        f"{counts[kind]} {words}{_replaced(gone[kind])}"
         for kind, words in NEXT_WORDS.items()
         if counts[kind]
     ]
     return ", ".join(parts) or "nothing to move"
+
+
+def _replaced(count: int) -> str:
+    return f" (in place of {count} {'replica' if count == 1 else 'replicas'})" if count else ""
 
 
 def _way(move: pb.Move) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from moe_serve.cli.figures import shown_bytes, shown_imbalance, shown_seconds
+from moe_serve.cli.figures import shown_bytes, shown_imbalance, shown_number, shown_seconds
 from moe_serve.cli.views.moves import moves_sum, moves_table
 from moe_serve.documents.plans import plan_view
 from moe_serve.rpc import placement_pb2 as pb
@@ -24,7 +24,8 @@ def plan_parts(plan: pb.PlanView, placement: pb.GetPlacementResponse) -> list[Re
         parts.append(
             f"Imbalance {shown_imbalance(plan.balancedness_before)} -> "
             f"{shown_imbalance(plan.balancedness_after)} (balancedness "
-            f"{plan.balancedness_before:.3f} -> {plan.balancedness_after:.3f}), "
+            f"{shown_number(plan.balancedness_before, '.3f')} -> "
+            f"{shown_number(plan.balancedness_after, '.3f')}), "
             "predicted, not measured"
         )
     parts.append(f"Plan: {price_line(plan)}")
@@ -44,7 +45,8 @@ def price_line(plan: pb.PlanView) -> str:
     return (
         f"{text}; {shown_bytes(plan.copy_bytes)} to copy "
         f"({shown_bytes(plan.cross_node_bytes)} between nodes or from the checkpoint), costs "
-        f"{shown_seconds(plan.cost_s)} of rank time, saves {plan.gain_s_per_s:.3g} s a second"
+        f"{shown_seconds(plan.cost_s)} of rank time, saves "
+        f"{shown_number(plan.gain_s_per_s, '.3g')} s a second"
     )
 
 

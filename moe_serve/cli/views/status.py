@@ -3,12 +3,19 @@ command."""
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 
-from moe_serve.cli.figures import shown_bytes, shown_counts, shown_imbalance, shown_seconds
+from moe_serve.cli.figures import (
+    shown_bytes,
+    shown_counts,
+    shown_imbalance,
+    shown_number,
+    shown_seconds,
+)
 from moe_serve.cli.output import columns
 from moe_serve.cli.plain import enum_word, plain
 from moe_serve.cli.views.moves import moves_table
@@ -70,8 +77,9 @@ def _balance(placement: pb.GetPlacementResponse, load: pb.GetLoadResponse | None
         return f"Imbalance - (no closed window yet) | {done}"
     if not any(load.demand):
         return f"Imbalance - (no load in window {load.window}) | {done}"
-    worst = max(range(len(load.layer_imbalance)), key=load.layer_imbalance.__getitem__, default=-1)
-    layer = f", worst layer {worst}: {load.layer_imbalance[worst]:.2f}" if worst >= 0 else ""
+    told = {layer: value for layer, value in enumerate(load.layer_imbalance) if isfinite(value)}
+    worst = max(told, key=told.__getitem__, default=None)
+    layer = "" if worst is None else f", worst layer {worst}: {told[worst]:.2f}"
     silent = ", ".join(load.sources_missing)
     missing = f", without reports of {silent}" if silent else ""
     return (
@@ -131,8 +139,8 @@ def _routers(placement: pb.GetPlacementResponse) -> Table:
             router.address,
             router.state,
             f"{router.applied_epoch}/{router.quiesced_epoch}",
-            f"{router.counters.get('requests', 0.0):.0f}",
-            f"{router.counters.get('failed', 0.0):.0f}",
+            shown_number(router.counters.get("requests", 0.0), ".0f"),
+            shown_number(router.counters.get("failed", 0.0), ".0f"),
             _quantile(router, "dispatch_p50_s"),
             _quantile(router, "dispatch_p99_s"),
             str(router.pid or "-"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ def _layers(hot: Hotness, _: pb.GetPlacementResponse, limit: int | None) -> list
     rows: list[Row] = []
     for layer in range(hot.num_layers if hot.num_experts else 0):
         hottest = int(hot.pairs[layer].argmax())
-        told = layer < len(hot.imbalance)
+        told = layer < len(hot.imbalance) and isfinite(hot.imbalance[layer])
         rows.append(
             {
                 "layer": layer,

@@ -31,11 +31,16 @@ const chooseRange = () => { const r = ranges.get(phase.value); if (r?.high) rang
 /** What closed while the picture was held. */
 let waiting = /** @type {any} */ (null);
 
+/** Sorted: a clock that is set dates a window before an earlier one, and a graph goes from left to right. */
+function addPoints(/** @type {any[]} */ news) {
+  points.value = merge(points.value, news, (p) => String(p.wall_s)).sort((a, b) => a.wall_s - b.wall_s).slice(-POINTS_MAX);
+}
+
 function takeFrame(/** @type {any} */ doc) {
   const point = { wall_s: doc.wall_s, window: doc.window, imbalance: doc.imbalance, worst_layer: Math.max(0, ...doc.layer_imbalance), p50_s: doc.p50_s, p99_s: doc.p99_s, rows_per_s: doc.rows_per_s };
   if (held.peek()) {
     waiting = doc;
-    points.value = merge(points.value, [point], (p) => String(p.wall_s)).slice(-POINTS_MAX);
+    addPoints([point]);
     return;
   }
   const read = readFrame(doc);
@@ -48,7 +53,7 @@ function takeFrame(/** @type {any} */ doc) {
   // The map is painted first; panels and tables follow after its frame.
   afterFrame(() => {
     for (const name of rest) ranges.get(name)?.next(loadOf(read, name).load);
-    if (newest.peek() === read) { frame.value = read; points.value = merge(points.value, [point], (p) => String(p.wall_s)).slice(-POINTS_MAX); }
+    if (newest.peek() === read) { frame.value = read; addPoints([point]); }
   });
 }
 
@@ -61,7 +66,7 @@ function afterFrame(/** @type {() => void} */ run) {
 async function takeHistory() {
   const { ok, data } = await ask("/api/v1/history");
   if (!ok) return;
-  points.value = merge(points.value, data.points, (p) => String(p.wall_s)).sort((a, b) => a.wall_s - b.wall_s).slice(-POINTS_MAX);
+  addPoints(data.points);
   marks.value = data.marks;
 }
 

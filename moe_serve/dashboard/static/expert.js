@@ -78,10 +78,19 @@ export function closeExpert() {
   if (moved) back?.focus();
 }
 
+/** By state of a move: what a replica that it removes does, and why. Of one that ended early it is not known how far that came. */
+const LEAVING = {
+  planned: ["leaves", "makes room"], running: ["leaves", "makes room"], done: ["left", "made room"],
+  aborted: ["was to leave", "to make room"], dropped: ["was to leave", "to make room"],
+};
+
 /** What a move was to this expert: its own, or one that it left a rank for. */
 function Way(/** @type {any} */ { m, cell }) {
   const gone = m.layer === cell.layer && m.expert === cell.expert ? null : m.room?.find((/** @type {any} */ r) => r.layer === cell.layer && r.expert === cell.expert);
-  if (gone) return html`<span class="kind k-evict">${KINDS.evict} left</span> rank ${gone.rank}, made room for L${m.layer} E${m.expert}`;
+  if (gone) {
+    const [leaves, room] = LEAVING[/** @type {keyof typeof LEAVING} */ (m.state)] ?? LEAVING.dropped;
+    return html`<span class="kind k-evict">${KINDS.evict} ${leaves}</span> rank ${gone.rank}, ${room} for L${m.layer} E${m.expert}`;
+  }
   const from = m.source_rank < 0 ? "checkpoint" : `rank ${m.source_rank}`;
   return html`<span class=${`kind k-${m.kind}`}>${KINDS[/** @type {keyof typeof KINDS} */ (m.kind)] ?? "?"} ${m.kind}</span> ${m.kind === "evict" ? `off ${from}` : `${from} → ${m.target_rank}${m.room?.length ? ` ${inPlaceOf(m)}` : ""}`}`;
 }

@@ -116,6 +116,6 @@ export function WhyView() {
     ${doc && html`<p class="verdict large"><span class=${`verdict-sign v-${doc.verdict}`} data-figure="verdict"><span aria-hidden="true">${says?.sign}</span> ${says?.words}</span></p><${Wrong}/>
       ${doc.causes.length > 0 && html`<ul class="causes">${doc.causes.map((/** @type {any} */ c, /** @type {number} */ n) => html`<${Cause} key=${`${c.kind}/${n}`} cause=${c}/>`)}</ul>`}
       <h3>Where the time goes</h3><${StageBars} stages=${doc.stages ?? []}/><${Ranks} ranks=${doc.ranks}/>
-      ${doc.newest && html`<h3>The newest decision</h3><div class="scroll"><table><${DecisionHead}/><tbody><${DecisionRows} all=${[{ n: 0, times: 1, numbers: {}, detail: "", ...doc.newest, wall_s: doc.newest.wall_s ?? doc.newest.wall_time_s }]}/></tbody></table></div>`}`}
+      ${doc.newest && html`<h3>The newest decision</h3><div class="scroll"><table><${DecisionHead}/><tbody><${DecisionRows} all=${[{ n: 0, times: 1, ...doc.newest }]}/></tbody></table></div>`}`}
   </section>`;
 }

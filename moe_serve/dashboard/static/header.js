@@ -1,5 +1,5 @@
 // The top of the page: what is served, how it is, and whether the figures may be believed.
-import { age_s, beforePlan, dark, frame, held, html, moving, moves, placement, problems, status, theme, worth } from "./state.js";
+import { UNFINISHED, age_s, beforePlan, dark, frame, held, html, moving, moves, placement, problems, status, theme, worth } from "./state.js";
 import { short, span } from "./words.js";
 import { KINDS } from "./moves.js";
 import { OperatorButton } from "./operator.js";
@@ -23,7 +23,7 @@ const Figure = (/** @type {any} */ { name, title, children, wide }) => html`
 function State() {
   const p = placement.value;
   const state = p?.state || "unknown";
-  const running = moves.value.filter((m) => m.state === "running" || m.state === "planned");
+  const running = moves.value.filter((m) => UNFINISHED.includes(m.state));
   const plan = running.length ? running[running.length - 1].plan_id : "";
   const all = moves.value.filter((m) => m.plan_id === plan);
   const count = state === "moving" && all.length ? ` ${all.filter((m) => m.state === "done").length}/${all.length}` : "";

@@ -1,28 +1,31 @@
 // What moved in the last minute (or ten, or of all that is kept), what it cost and what it brought.
 import { Segments } from "./segments.js";
-import { html, meanOf, points, wall_s } from "./state.js";
+import { UNFINISHED, html, meanOf, points, wall_s } from "./state.js";
 import { SINCES, since } from "./url.js";
 import { fixed, gain, mib } from "./words.js";
 
-const BACK = { "1m": [60, "minute", "In the last minute"], "10m": [600, "10 minutes", "In the last 10 minutes"], all: [Infinity, "all that is kept", "Of all that is kept"] };
+const SPANS = { "1m": [60, "minute", "In the last minute"], "10m": [600, "10 minutes", "In the last 10 minutes"], all: [Infinity, "all that is kept", "Of all that is kept"] };
 /** Means of imbalance that differ by less than this, or by less than this share, are about the same. */
 const SAME = 0.01;
 const SAME_SHARE = 0.05;
 
-const BACK_NAMES = Object.fromEntries(Object.entries(BACK).map(([key, [, name]]) => [key, name]));
+const SPAN_NAMES = Object.fromEntries(Object.entries(SPANS).map(([key, [, name]]) => [key, name]));
 
-const back = () => BACK[/** @type {keyof typeof BACK} */ (since.value)];
+const chosenSpan = () => SPANS[/** @type {keyof typeof SPANS} */ (since.value)];
 /** The choice in words: "In the last minute". */
-export const backWords = () => String(back()[2]);
+export const spanWords = () => String(chosenSpan()[2]);
 
 /** Since when moves count, by the clock of the page's server; before it spoke all do. */
-const from = () => (wall_s.value == null ? -Infinity : wall_s.value - Number(back()[0]));
+const from = () => (wall_s.value == null ? -Infinity : wall_s.value - Number(chosenSpan()[0]));
 const after = (/** @type {number | null} */ date, /** @type {number} */ start) => start === -Infinity || (date != null && date >= start);
 
-/** Moves that began or ended in the time chosen: what `since_s` of /api/v1/moves means. */
+/**
+ * Moves that began or ended in the time chosen, and all that are planned or under way: what `since_s` of /api/v1/moves means.
+ * All moves of a plan begin with it, so one of a long plan may have begun long before the time chosen and still go on in it.
+ */
 export function lately(/** @type {any[]} */ moves) {
   const start = from();
-  return moves.filter((m) => after(m.started_wall_s, start) || after(m.ended_wall_s, start));
+  return moves.filter((m) => UNFINISHED.includes(m.state) || after(m.started_wall_s, start) || after(m.ended_wall_s, start));
 }
 
 const sum = (/** @type {any[]} */ all, /** @type {string} */ field) => all.reduce((total, m) => total + m[field], 0);
@@ -49,6 +52,7 @@ function addUp(/** @type {any[]} */ all) {
   return {
     moves,
     planned: moves.filter((m) => m.state === "planned").length,
+    running: moves.filter((m) => m.state === "running").length,
     begun: moves.filter((m) => m.state !== "planned" && after(m.started_wall_s, start)).length,
     done: done.length,
     // One that was dropped has no end that is known.
@@ -78,7 +82,7 @@ function Sums(/** @type {any} */ { of }) {
   if (!of.moves.length) return html`nothing moved.`;
   const across = of.across ? html`, <b>${mib(of.across)}</b> of it between nodes or from the checkpoint` : ", none between nodes or from the checkpoint";
   const parts = [
-    html`<b>${of.begun}</b> ${of.begun === 1 ? "move" : "moves"} begun, <b>${of.done}</b> completed, <b>${of.aborted}</b> aborted${of.planned ? `, ${of.planned} still planned` : ""}`,
+    html`<b>${of.begun}</b> ${of.begun === 1 ? "move" : "moves"} begun, <b>${of.done}</b> completed, <b>${of.aborted}</b> aborted${of.running ? html`, <b>${of.running}</b> under way` : ""}${of.planned ? `, ${of.planned} still planned` : ""}`,
     html`<b>${of.bytes ? mib(of.bytes) : "nothing"}</b> copied${of.bytes ? across : ""}`,
     html`predicted gain of the completed <b>${gain(of.predicted)}</b> (${perSecond(of.predicted)})`,
     of.plans ? html`realised <b>${gain(of.realised)}</b> (${perSecond(of.realised)}) of ${gain(of.promised)} predicted, ${of.plans} ${of.plans === 1 ? "plan" : "plans"} measured` : "nothing measured yet",
@@ -89,6 +93,6 @@ function Sums(/** @type {any} */ { of }) {
 
 /** The choice of the time, and the sums of it in one line. */
 export function Lately(/** @type {any} */ { all }) {
-  return html`<div class="lately"><${Segments} name="Look back" all=${SINCES} picked=${since} names=${BACK_NAMES}/>
-    <p data-figure="lately" data-since=${since.value}><span class="since">${backWords()}:</span> <${Sums} of=${addUp(all)}/></p></div>`;
+  return html`<div class="lately"><${Segments} name="Look back" all=${SINCES} picked=${since} names=${SPAN_NAMES}/>
+    <p data-figure="lately" data-since=${since.value}><span class="since">${spanWords()}:</span> <${Sums} of=${addUp(all)}/></p></div>`;
 }

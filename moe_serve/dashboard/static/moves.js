@@ -1,7 +1,7 @@
 // Moves and decisions: what, from where to where, how many bytes, how far, why, and what it gained.
 import { ExpertLink } from "./hottest.js";
-import { Lately, backWords, lately } from "./lately.js";
-import { folded, html, moves, wall_s } from "./state.js";
+import { Lately, lately, spanWords } from "./lately.js";
+import { UNFINISHED, folded, html, moves, wall_s } from "./state.js";
 import { LISTS, MOVE_FILTERS, filter, list, showPlan, since, view } from "./url.js";
 import { gain, mib, short, span } from "./words.js";
 
@@ -10,7 +10,7 @@ const SHOWN_FEW = 8;
 export const KINDS = { replicate: "+", migrate: "→", evict: "−" };
 const STATES = { planned: "◌", running: "⇄", done: "✓", aborted: "✕", dropped: "✕" };
 /** States that a choice of the filter means. */
-const MEANS = { all: null, running: ["running", "planned"], done: ["done"], aborted: ["aborted", "dropped"] };
+const MEANS = { all: null, running: UNFINISHED, done: ["done"], aborted: ["aborted", "dropped"] };
 const LIST_NAMES = { moves: "Moves", decisions: "Decisions" };
 
 const ago = (/** @type {number | null} */ at_s) => (at_s && wall_s.value ? `${span(Math.max(0, wall_s.value - at_s))} ago` : "–");
@@ -48,9 +48,9 @@ function Moves(/** @type {any} */ { most }) {
   // The overview is not left empty: its few rows are then the newest of all.
   const all = [...(found.length || full ? found : moves.value)].reverse().filter((m) => !means || means.includes(m.state));
   if (!moves.value.length) return html`<p class="none">Nothing has moved yet. A move appears here with its reason as soon as a plan begins.</p>`;
-  if (!found.length && full) return html`<p class="none">${backWords()} no move began or ended. <button type="button" class="link" onClick=${() => { since.value = "all"; }}>Show all that is kept</button></p>`;
+  if (!found.length && full) return html`<p class="none">${spanWords()} no move began, ended or was under way. <button type="button" class="link" onClick=${() => { since.value = "all"; }}>Show all that is kept</button></p>`;
   if (!all.length) return html`<p class="none">No move is ${filter.value}.</p>`;
-  return html`<table data-figure="moves">${!found.length && html`<caption>${backWords()} no move began or ended. The newest before that:</caption>`}<${MoveHead}/><tbody><${MoveRows} all=${all.slice(0, most)}/></tbody></table>`;
+  return html`<table data-figure="moves">${!found.length && html`<caption>${spanWords()} no move began, ended or was under way. The newest before that:</caption>`}<${MoveHead}/><tbody><${MoveRows} all=${all.slice(0, most)}/></tbody></table>`;
 }
 
 const number = (/** @type {[string, number]} */ [name, n]) => `${name} ${Math.abs(n) >= 1000 ? short(n) : Number(n.toPrecision(3))}`;

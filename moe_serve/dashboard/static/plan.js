@@ -84,16 +84,19 @@ function RankSlots(/** @type {any} */ { doc }) {
 
 const arrow = (/** @type {any} */ a, /** @type {any} */ b) => html`<b>${fixed(unevenness(a))} → ${fixed(unevenness(b))}</b>`;
 
-/** Moves that remove another replica so that theirs fits. */
-const placing = (/** @type {any} */ p) => p.moves.filter((/** @type {any} */ m) => m.room?.length).length;
+/** "20 replicas" that the moves of a plan remove so that theirs fit, "" where none. */
+function replaced(/** @type {any} */ p) {
+  const n = p.moves.reduce((/** @type {number} */ total, /** @type {any} */ m) => total + (m.room?.length ?? 0), 0);
+  return n ? `${n} ${n === 1 ? "replica" : "replicas"}` : "";
+}
 
 function Sums(/** @type {any} */ { doc }) {
   const p = doc.plan;
   const copied = doc.copy_bytes ?? p.copy_bytes;
-  const placed = placing(p);
+  const gone = replaced(p);
   const crossing = doc.cross_node_bytes ?? p.cross_node_bytes;
   return html`<dl class="figures sums">
-    <div class="figure"><dt>Moves</dt><dd><b>${p.moves.length}</b> <small>${p.state ?? ""}${placed ? `, ${placed} in place of another replica` : ""}</small></dd></div>
+    <div class="figure"><dt>Moves</dt><dd><b>${p.moves.length}</b> <small>${p.state ?? ""}${gone ? `, in place of ${gone}` : ""}</small></dd></div>
     <div class="figure"><dt>Bytes to copy</dt><dd><b>${mib(copied)}</b> <small>${crossing ? mib(crossing) : "none"} between nodes or from the checkpoint</small></dd></div>
     <div class="figure"><dt>Imbalance, predicted</dt><dd>${arrow(doc.balancedness_before ?? p.balancedness_before, doc.balancedness_after ?? p.balancedness_after)}</dd></div>
     <div class="figure" title="One window before and one after, in each the traffic of that window; the realised gain prices both layouts on the same counts."><dt>Imbalance, measured</dt><dd>${arrow(doc.measured_before, doc.measured_after)}</dd></div>
@@ -105,9 +108,10 @@ function Sums(/** @type {any} */ { doc }) {
 /** Apply a computed plan; the server refuses one that is out of date, in its own words. */
 async function apply(/** @type {any} */ doc) {
   const p = doc.plan;
+  const gone = replaced(p);
   await confirm({
     title: `Apply plan ${p.plan_id}`,
-    says: [`${p.moves.length} moves begin now${placing(p) ? `, ${placing(p)} of them in place of another replica` : ""}; ${mib(p.copy_bytes)} are copied, ${p.cross_node_bytes ? mib(p.cross_node_bytes) : "none"} of them between nodes or from the checkpoint.`, "Requests are served meanwhile. The plan is refused where the placement has changed since it was computed."],
+    says: [`${p.moves.length} moves begin now${gone ? `, in place of ${gone}` : ""}; ${mib(p.copy_bytes)} are copied, ${p.cross_node_bytes ? mib(p.cross_node_bytes) : "none"} of them between nodes or from the checkpoint.`, "Requests are served meanwhile. The plan is refused where the placement has changed since it was computed."],
     yes: "Apply",
     act: () => order("apply", { plan_id: p.plan_id }),
   });

@@ -8,6 +8,8 @@ export const html = htm.bind(h);
 const RECORDS_SHOWN = 300;
 /** A move that ended so long ago is still "just moved". */
 const JUST_S = 6;
+/** States of moves that have not ended. */
+export const UNFINISHED = ["running", "planned"];
 
 export const status = signal(/** @type {any} */ (null));
 /** The newest window, for the map; `frame` follows once the map is painted, for all the rest. */

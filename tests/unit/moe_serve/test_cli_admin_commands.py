@@ -209,42 +209,6 @@ def test_apply_of_an_unknown_plan_fails() -> None:
     assert "plan 9-9 is not known" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("last", "code"), [(pb.MOVE_STATE_DONE, 0), (pb.MOVE_STATE_ABORTED, 1)], ids=["done", "aborted"]
-)
-def test_apply_waits_for_the_moves(last: pb.MoveState.ValueType, code: int) -> None:
-    running = make_move(1, pb.MOVE_KIND_REPLICATE, plan_id="2-4", state=pb.MOVE_STATE_RUNNING)
-    ended = make_move(1, pb.MOVE_KIND_REPLICATE, plan_id="2-4", state=last)
-    other = make_move(2, pb.MOVE_KIND_EVICT, plan_id="2-3", state=pb.MOVE_STATE_RUNNING)
-    admin = FakeAdmin(
-        placements=[make_placement(moves=[running, other]), make_placement(moves=[ended, other])]
-    )
-    result = _run(admin, "apply", "2-4", "--wait", "30")
-    assert result.exit_code == code
-    assert result.stderr.splitlines() == [
-        "plan 2-4: 0 of 1 moves ended",
-        "plan 2-4: 1 of 1 moves ended",
-    ]
-    said = "done, 1 of 1 moves" if code == 0 else "1 of 1 moves are not done; see"
-    assert result.stdout.startswith(f"plan 2-4: {said}")
-
-
-def test_apply_waits_for_the_last_step() -> None:
-    done = make_move(1, pb.MOVE_KIND_MIGRATE, plan_id="2-4", state=pb.MOVE_STATE_DONE)
-    admin = FakeAdmin(
-        placements=[make_placement(moves=[done])],
-        step_pages=[[pb.Step(plan_id="2-4", step_id=2, state="drained")], []],
-    )
-    assert _run(admin, "apply", "2-4", "--wait", "30").exit_code == 0
-    assert admin.step_pages == []
-
-
-def test_apply_that_never_starts_fails() -> None:
-    result = _run(FakeAdmin(), "apply", "2-4", "--wait", "0.01", "-o", "json")
-    assert result.exit_code == 1
-    assert json.loads(result.stdout)["moves"] == {"-1": "not started"}
-
-
 # -- steering ------------------------------------------------------------------------------------
 
 

@@ -82,6 +82,7 @@ def _run(admin: FakeAdmin, *args: str) -> Result:
         ("explain plan 2-4 --seconds 9 --check", "--seconds, --check have no say beside"),
         ("top --once --interval 2", "--interval has no say beside --once"),
         ("top -o yaml --interval 2", "--interval has no say beside -o yaml"),
+        ("top --interval 2", "--interval has no say beside a pipe: one table is printed"),
         ("heat --mode replicas --phase decode", "--phase has no say beside --mode replicas"),
         ("apply 2-4 --check --wait 5", "--wait has no say beside --check"),
         ("export -o json", "--output has no say beside an export to stdout"),
@@ -103,6 +104,8 @@ def _run(admin: FakeAdmin, *args: str) -> Result:
         ("bench 127.0.0.1:9 -s tiny", "--service has no say beside 127.0.0.1:9"),
         ("bench 127.0.0.1:9 -s none", "--service has no say beside 127.0.0.1:9"),
         ("status --address h:1 -s tiny", f"tiny was recorded at {ADDRESS}; give one"),
+        ("status --address localhost:4001 -s tiny", f"tiny was recorded at {ADDRESS}; give one"),
+        ("status --address [::1]:4000 -s tiny", f"tiny was recorded at {ADDRESS}; give one"),
         ("status --address h:1 -s none", "none is not recorded on this machine; give one"),
     ],
 )
@@ -118,6 +121,7 @@ def test_what_would_not_be_heard_is_refused(line: str, said: str) -> None:
     "line",
     [
         f"status --address {ADDRESS} -s tiny --check",
+        "status --address localhost:4000 -s tiny",
         "explain plan -s tiny",
         "top --once --phase decode -s tiny",
         "heat --mode replicas --phase decode --csv - -s tiny",

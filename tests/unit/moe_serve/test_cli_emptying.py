@@ -15,12 +15,19 @@ from moe_serve.cli.exits import CannotReach
 from moe_serve.cli.options import Reach
 from moe_serve.cli.output import Output
 from moe_serve.cli.rolling import Clock
-from moe_serve.errors import MoeServeError, Unavailable
+from moe_serve.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    MoeServeError,
+    Unavailable,
+)
 from moe_serve.rpc import placement_pb2 as pb
 from tests.fakes.admin import FakeAdmin, make_placement
 
 DRAIN = Emptying(0, "rank 0 is being emptied", leaves=False)
 REMOVE = Emptying(0, "rank 0 is to leave", leaves=True)
+
+TAKEN_BACK = "rank 0 is not being emptied any more: it was taken back, or the controller began anew"
 
 
 def _seen(held: int, state: str = "draining", service: str = "moving") -> pb.GetPlacementResponse:
@@ -90,6 +97,68 @@ def test_a_rank_that_dies_meanwhile_is_empty_and_is_said_to_be_lost() -> None:
     )
 
 
+@pytest.mark.parametrize("count", [1, 6])
+def test_a_rank_that_dies_with_the_last_replicas_is_not_drained_until_they_are_back(
+    count: int,
+) -> None:
+    lost = _seen(0, "lost")
+    lost.num_experts, lost.missing[:] = 4, range(3, 3 + count)
+    assert _wait(DRAIN, _seen(2), lost, _seen(0, "lost"))[0]
+    names = ["layer 0 expert 3", *(f"layer 1 expert {n}" for n in range(5))][:count]
+    said = names[0] if count == 1 else f"{', '.join(names[:4])}, 2 more"
+    assert _wait(DRAIN, _seen(2), lost, wait_s=2.0)[:2] == (
+        False,
+        f"rank 0 was lost meanwhile, and after 2 s {count} "
+        f"{'expert is' if count == 1 else 'experts are'} without a replica: {said}; see "
+        "`moe-serve status`",
+    )
+
+
+def test_what_is_missing_elsewhere_does_not_hold_up_a_drain() -> None:
+    empty = _seen(0)
+    empty.missing.append(1)
+    assert _wait(DRAIN, _seen(2), empty)[0]
+
+
+def test_a_rank_that_is_taken_back_while_it_is_empty_is_not_drained() -> None:
+    assert _wait(DRAIN, _seen(2), _seen(0, "up"))[:2] == (
+        False,
+        f"{TAKEN_BACK}; 0 slots left",
+    )
+
+
+def _without(service: str = "steady") -> pb.GetPlacementResponse:
+    """A controller that does not name rank 0."""
+    placement = make_placement(state=service)
+    del placement.ranks[0]
+    return placement
+
+
+def test_a_rank_that_the_controller_does_not_name_any_more_has_left_where_it_was_to() -> None:
+    assert _wait(REMOVE, _seen(1), _without())[:2] == (True, "rank 0 has left")
+    assert _wait(DRAIN, _seen(1), _without())[:2] == (
+        False,
+        "rank 0 is not there any more: the controller began anew, without it",
+    )
+
+
+@pytest.mark.parametrize("what", [DRAIN, REMOVE], ids=["drain", "remove"])
+def test_a_controller_that_starts_does_not_know_its_ranks_yet(
+    what: Emptying, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end = _seen(0, "removed")
+    assert _wait(what, _seen(1), _without("starting"), end)[:2] == (True, "rank 0 has left")
+    assert _wait(what, _seen(1), _without("starting"), _seen(1, "up"))[0] is False
+    capsys.readouterr()
+    for unheard in (_without("starting"), _seen(0, "suspect", "starting")):
+        assert _wait(what, unheard, wait_s=2.0)[:2] == (
+            False,
+            "the controller starts and does not know after 2 s what rank 0 holds; see `moe-serve "
+            "status`",
+        )
+    assert capsys.readouterr().err.splitlines() == [what.said] * 2
+
+
 def test_a_controller_that_starts_does_not_know_yet_what_its_ranks_hold() -> None:
     says = (_seen(2), _seen(0, "lost", "starting"), _seen(2), _seen(0))
     assert _wait(DRAIN, *says)[1] == "rank 0 holds nothing"
@@ -131,7 +200,7 @@ def test_a_rank_that_is_empty_and_does_not_leave_is_said() -> None:
 def test_a_rank_that_somebody_takes_back_is_not_waited_for(what: Emptying) -> None:
     assert _wait(what, _seen(2), _seen(2, "up"))[:2] == (
         False,
-        "rank 0 is not being emptied any more: somebody took it back; 2 slots left",
+        f"{TAKEN_BACK}; 2 slots left",
     )
 
 
@@ -179,6 +248,47 @@ def test_ctrl_c_ends_the_wait_and_not_the_drain(command: str) -> None:
         "rank 0: 2 slots left",
         "rank 0 goes on being emptied; `moe-serve undrain 0` takes it back",
     ]
+
+
+class _Unheard(FakeAdmin):
+    """A controller whose answer to the request does not come."""
+
+    error: BaseException = KeyboardInterrupt()
+
+    def drain(self, rank: int) -> pb.DrainRankResponse:
+        raise self.error
+
+    def remove_rank(self, rank: int, accept_lower_floor: bool) -> pb.RemoveRankResponse:
+        raise self.error
+
+
+@pytest.mark.parametrize("command", ["drain", "remove-rank"])
+@pytest.mark.parametrize(
+    ("error", "code", "known"),
+    [
+        (KeyboardInterrupt(), 130, False),
+        (CannotReach("nobody"), 3, False),
+        (DeadlineExceeded("too late"), 1, False),
+        (Unavailable("between two lives"), 3, True),
+        (FailedPrecondition("4 slots short"), 1, True),
+    ],
+)
+def test_where_the_answer_to_the_request_does_not_come_it_is_said(
+    command: str, error: BaseException, code: int, known: bool
+) -> None:
+    admin = _Unheard()
+    admin.error = error
+    reach = Reach(connect=lambda _target: admin)
+    args = [command, "0", "--wait", "5", "--address", "127.0.0.1:4000"]
+    result = CliRunner().invoke(app, args, obj=reach, catch_exceptions=False)
+    said = "whether it was heard is not known: `moe-serve status` says so"
+    assert (result.exit_code, said in result.stderr.splitlines()) == (code, not known)
+
+
+def test_calls_of_the_wait_end_with_it() -> None:
+    admin = _Watched(says=[_seen(0)])
+    wait_until_empty(admin, DRAIN, 7.0, Output(), admin.clock())
+    assert admin.asked_within == [7.0]
 
 
 @pytest.mark.parametrize("command", ["drain", "remove-rank"])

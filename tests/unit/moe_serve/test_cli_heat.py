@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 import zlib
 from io import StringIO
 from pathlib import Path
@@ -17,6 +18,9 @@ from moe_serve.cli.charts.heat import Field, field_lines, legend, pooled
 from moe_serve.cli.charts.ramp import NUM_STEPS, RAMP, steps_of
 from moe_serve.cli.commands.heat import has_colours
 from moe_serve.cli.options import Reach
+from moe_serve.cli.whole_file import check_binary_stdout
+from moe_serve.errors import InvalidArgument
+from moe_serve.rpc import placement_pb2 as pb
 from tests.fakes.admin import FakeAdmin, make_placement, make_window
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
@@ -135,6 +139,20 @@ def test_a_png_has_a_cell_an_expert_in_the_colours_of_the_ramp(tmp_path: Path) -
     assert np.diff(starts).tolist() == [cell, cell]
 
 
+def test_a_png_to_standard_output_is_that_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "heat.png"
+    _run(_small(), "--png", file)
+    result = _run(_small(), "--png", "-")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout_bytes == file.read_bytes()
+    assert list(tmp_path.iterdir()) == [file]
+    monkeypatch.setattr(sys, "stdout", _Terminal())
+    with pytest.raises(InvalidArgument, match=r"--png - writes bytes, and .* is a terminal"):
+        check_binary_stdout("--png")
+
+
 @pytest.mark.parametrize("option", ["--png", "--csv"])
 def test_a_file_that_cannot_be_written_names_the_option(tmp_path: Path, option: str) -> None:
     result = _run(_small(), option, tmp_path / "none" / "f")
@@ -150,13 +168,29 @@ def test_a_file_that_cannot_be_written_names_the_option(tmp_path: Path, option: 
         (("--layer", -1), ""),
         (("--mode", "fire"), ""),
         (("--phase", "x"), ""),
-        (("--csv", "-", "-o", "json"), "both want standard output"),
+        (("--csv", "-", "-o", "json"), "--csv - and -o json both want standard output"),
+        (("--png", "-", "-o", "yaml"), "--png - and -o yaml both want standard output"),
+        (("--png", "-", "--csv", "-"), "--png - and --csv - both want standard output"),
     ],
 )
 def test_wrong_arguments_are_exit_2(args: tuple[object, ...], words: str) -> None:
     result = _run(_small(), *args)
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+def test_a_model_without_layers_has_no_numbers_of_them() -> None:
+    result = _run(FakeAdmin(placements=[pb.GetPlacementResponse()]), "--layer", 0)
+    assert (result.exit_code, result.stderr) == (2, "error: --layer 0: the model has 0 layers\n")
+
+
+def test_a_window_that_does_not_fit_its_shape_is_the_services_fault() -> None:
+    admin = _small()
+    assert admin.window is not None
+    admin.window.demand = b"abc"
+    result = _run(admin)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "demand of window 12 has 3 bytes" in result.stderr
 
 
 def test_replicas_need_no_window_and_load_does() -> None:

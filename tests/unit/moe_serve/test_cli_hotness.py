@@ -5,7 +5,7 @@ import pytest
 
 from moe_serve.cli.hotness import hotness_of
 from moe_serve.documents.window import PhaseChoice
-from moe_serve.errors import InvalidArgument
+from moe_serve.errors import FailedPrecondition, InvalidArgument
 from moe_serve.rpc import placement_pb2 as pb
 from tests.fakes.admin import make_placement, make_window
 
@@ -73,7 +73,7 @@ def test_a_window_that_does_not_fit_counts_nothing(load: pb.GetLoadResponse | No
 def test_an_array_of_another_size_is_refused_by_name(name: str, size: int) -> None:
     load = make_window(DEMAND, np.array([[10, 4], [0, 2]]), np.array([[0.5, 1.0], [0.0, 0.25]]))
     setattr(load, name, b"\1" * size)
-    with pytest.raises(InvalidArgument, match=f"^{name} of window .* has {size} bytes"):
+    with pytest.raises(FailedPrecondition, match=f"^{name} of window .* has {size} bytes"):
         hotness_of(load, make_placement(), PhaseChoice.ALL)
 
 
@@ -85,3 +85,14 @@ def test_a_phase_that_is_not_told_apart_is_refused_by_name() -> None:
         hotness_of(load, make_placement(), PhaseChoice.DECODE)
     nothing = hotness_of(None, make_placement(), PhaseChoice.DECODE)
     assert not nothing.pairs.any(), "before the first window nothing is known of phases"
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_seconds_that_are_no_number_make_no_rate(wrong: float) -> None:
+    load = make_window(DEMAND, busy=np.array([[0.5, wrong], [0.5, 0.25]]))
+    hot = hotness_of(load, make_placement(), PhaseChoice.ALL)
+    assert [hot.busy(rank) for rank in (0, 1)] == [None, 0.375]
+    load.end_s = wrong
+    hot = hotness_of(load, make_placement(), PhaseChoice.PREFILL)
+    assert not hot.rates.any()
+    assert hot.busy(0) == (0.0 if wrong == float("inf") else None)

@@ -60,6 +60,7 @@ def test_rollback_shows_asks_pauses_applies_and_waits() -> None:
         ("plan_to", "newest", ()),
         ("pause", "towards the placement before plan 2-3"),
         ("apply_plan", "2-4", False),
+        ("explain_plan", "2-4"),
     ]
     lines = result.stdout.splitlines()
     assert lines[0] == "Towards the placement before plan 2-3"
@@ -101,7 +102,7 @@ def test_what_is_paused_already_is_not_paused_again() -> None:
     admin = _moved()
     admin.paused = True
     result = _run(admin, "rollback", "-y", "--keep-automatic")
-    assert [name for name, *_ in admin.asked] == ["plan_to", "apply_plan"]
+    assert [name for name, *_ in admin.asked] == ["plan_to", "apply_plan", "explain_plan"]
     assert "Automatic plans are paused;" in result.stdout
 
 
@@ -157,7 +158,9 @@ def test_where_it_is_not_known_what_came_of_it_the_pause_is_told(
     assert result.exit_code in (1, 3, 130)
     assert ("may be paused" if what == "pause" else "are paused") in result.stderr
     assert "`moe-serve resume`" in result.stderr
-    assert ("not known" in result.stderr) == (what != "pause")
+    goes_on = what == "steps" and isinstance(error, KeyboardInterrupt)
+    assert ("not known" in result.stderr) == (what != "pause" and not goes_on)
+    assert ("plan 2-4 goes on; `moe-serve status` shows it" in result.stderr) == goes_on
     assert "resume" not in [name for name, *_ in admin.asked], "it may be running"
 
 
@@ -210,6 +213,12 @@ def test_moves_that_failed_make_the_command_fail() -> None:
     result = _run(_moved(pb.MOVE_STATE_ABORTED), "rollback", "-y")
     assert result.exit_code == 1
     assert "plan 2-4: 0 of 3 moves are done; see `moe-serve events`" in result.stdout
+
+
+def test_a_plan_that_does_not_begin_in_time_is_said() -> None:
+    result = _run(FakeAdmin(), "rollback", "-y", "--wait", "0.01")
+    assert result.exit_code == 1
+    assert "plan 2-4: has not begun; see `moe-serve events`" in result.stdout.splitlines()
 
 
 def test_who_does_not_wait_is_told_that_it_began() -> None:
@@ -290,6 +299,15 @@ def test_export_writes_what_is_listed() -> None:
     )
 
 
+def test_a_dash_is_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _export("-f", "-") == _export()
+    assert list(tmp_path.iterdir()) == []
+    result = _run(FakeAdmin(), "export", "-f", "-", "-o", "json")
+    assert result.exit_code == 2
+    assert "--output has no say beside an export to stdout" in result.stderr
+
+
 def test_layers_are_numbered_as_the_engine_does() -> None:
     found = yaml.safe_load(_export("--format", "trtllm", "--layers", "3,5"))
     assert sorted(found["initial_global_assignments"]) == [3, 5]
@@ -352,6 +370,22 @@ def test_only_what_is_listed_counts_and_a_rank_that_has_left_has_no_slots() -> N
 def test_a_plan_that_runs_is_told() -> None:
     admin = FakeAdmin(placements=[make_placement(state="moving")])
     assert "a plan is running" in _run(admin, "export").stderr
+
+
+def test_export_leaves_out_what_the_model_does_not_have() -> None:
+    placement = make_placement()
+    whole = holding_of(placement).rows
+    for layer, expert in ((2**31 - 1, 2**31 - 1), (2, 0), (0, 2), (-1, 0)):
+        slots = placement.ranks[0].slots
+        slots.append(pb.Slot(index=len(slots), layer=layer, expert=expert, state="LISTED"))
+    admin = FakeAdmin(placements=[placement])
+    assert holding_of(placement).rows == whole == HELD
+    result = _run(admin, "export", "--format", "vllm")
+    assert result.exit_code == 0, result.stderr
+    placement.num_layers = placement.num_experts = 2**31 - 1
+    result = _run(admin, "export")
+    assert result.exit_code in (1, 2)
+    assert "cells" in result.stderr
 
 
 def test_export_to_a_file_is_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 from typer.main import get_command
 
 from moe_serve.cli.app import app
-from moe_serve.cli.commands.plan import wait_for_moves
 from moe_serve.cli.emptying import Emptying, wait_until_empty
+from moe_serve.cli.moving import wait_for_moves
 from moe_serve.cli.options import Reach
 from moe_serve.cli.output import Output
 from moe_serve.cli.progress import bar, counted, steps, tally

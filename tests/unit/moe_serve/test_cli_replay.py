@@ -129,6 +129,12 @@ def test_counts_of_other_engines_are_replayed(tmp_path: Path) -> None:
     assert len(shown[0]["clairvoyant"]) > 3
 
 
+def test_a_chart_does_not_stand_among_the_comparison(tmp_path: Path) -> None:
+    result = _run(_trace(tmp_path), "--png", "-")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--png - wants standard output, where the comparison goes" in result.stderr
+
+
 def test_limits_and_prices_can_be_changed(tmp_path: Path) -> None:
     file = _trace(tmp_path, tokens=3000)
     writes = []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moe_serve.bootstrap.record import ServiceRecord, write_record
-from moe_serve.cli.admin import find_target
+from moe_serve.cli.admin import find_target, same_place
 from moe_serve.cli.exits import CannotReach, ExitCode, error_lines, exit_code_of
 from moe_serve.controller.admin_checks import wrong
 from moe_serve.errors import (
@@ -66,6 +66,31 @@ def test_secrets_of_a_record_go_to_its_own_address_only(tmp_path: Path) -> None:
     _up("tiny", "127.0.0.1:4000", str(_tokens(tmp_path, f"admin {ADMIN_TOKEN}")))
     assert find_target("127.0.0.1:4000", "", None, None).token == ADMIN_TOKEN
     assert find_target("10.0.0.1:4000", "", None, None).token == ""
+
+
+def test_secrets_of_a_record_go_to_the_address_as_it_was_recorded(tmp_path: Path) -> None:
+    _up("tiny", "127.0.0.1:4000", str(_tokens(tmp_path, f"admin {ADMIN_TOKEN}")))
+    target = find_target("localhost:4000", "", None, None)
+    assert (target.address, target.token) == ("127.0.0.1:4000", ADMIN_TOKEN)
+    assert find_target("localhost:4001", "", None, None).token == ""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("127.0.0.1:4000", "localhost:4000", True),
+        ("LOCALHOST:4000", "[::1]:04000", True),
+        ("[::1]:4000", "[0:0::1]:4000", True),
+        ("node-a:4000", "Node-A:4000", True),
+        ("127.0.0.1:4000", "[::1]:4000", False),
+        ("127.0.0.1:4000", "localhost:4001", False),
+        ("10.0.0.1:4000", "localhost:4000", False),
+        ("", "localhost:4000", False),
+    ],
+)
+def test_one_place_may_be_spelled_in_several_ways(one: str, other: str, same: bool) -> None:
+    assert same_place(one, other) is same
+    assert same_place(other, one) is same
 
 
 def test_files_given_win_over_the_record(tmp_path: Path) -> None:

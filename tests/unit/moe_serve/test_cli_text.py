@@ -1,17 +1,33 @@
 """Numbers, messages and streams as people and programs get them."""
 
 import json
+import math
+import re
 import sys
 from io import StringIO
+from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from moe_serve.cli import main
+from moe_serve.cli.app import app
 from moe_serve.cli.exits import EPILOG, MEANINGS, ExitCode
-from moe_serve.cli.figures import shown_bytes, shown_counts, shown_imbalance, shown_seconds
+from moe_serve.cli.figures import (
+    shown_bytes,
+    shown_counts,
+    shown_imbalance,
+    shown_number,
+    shown_seconds,
+)
+from moe_serve.cli.options import Reach
 from moe_serve.cli.output import Output, OutputFormat, columns, console
 from moe_serve.cli.plain import enum_word, plain
+from moe_serve.cli.views.events import event_line
 from moe_serve.rpc import placement_pb2 as pb
+from tests.fakes.admin import FakeAdmin, make_explanation, make_move, make_placement, make_window
 
 
 @pytest.mark.parametrize(
@@ -152,3 +168,99 @@ def test_output_takes_the_streams_of_the_moment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "stdout", stream)
     Output().data(None, ["x"])
     assert stream.getvalue() == "x\n"
+
+
+NO_NUMBERS = (math.nan, math.inf, -math.inf)
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_what_is_no_number_is_a_dash(value: float) -> None:
+    assert {shown_seconds(value), shown_imbalance(value), shown_number(value, ".1f")} == {"-"}
+    assert event_line(pb.DecisionRecord(wall_time_s=value, numbers={"a": value})).startswith("-  ")
+    assert shown_number(0.75, ".1f") == "0.8"
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+@pytest.mark.parametrize("form", [OutputFormat.JSON, OutputFormat.YAML])
+def test_what_is_no_number_is_null(
+    form: OutputFormat, value: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = {"a": [1.5, value, (value, "NaN")], "b": {"c": value}, "on": True, "n": None}
+    found = {"a": [1.5, None, [None, "NaN"]], "b": {"c": None}, "on": True, "n": None}
+    out = Output(form)
+    for told in (out.data, out.line):
+        told(plain, "not shown")
+        text = capsys.readouterr().out
+        assert (json.loads(text) if form is OutputFormat.JSON else yaml.safe_load(text)) == found
+
+
+def _no_numbers() -> FakeAdmin:
+    """A controller all of whose figures are none."""
+    load = make_window(np.array([[[6, 2], [0, 0]]]), busy=np.array([[math.nan], [math.inf]]))
+    load.end_s = load.age_s = load.balancedness = load.imbalance = math.nan
+    load.layer_imbalance[:] = [math.nan, math.inf]
+    seen = make_placement(uptime_s=math.nan)
+    seen.ranks[0].backlog_s, seen.ranks[1].backlog_s = math.nan, math.inf
+    seen.routers[0].quantiles["dispatch_p50_s"] = math.inf
+    seen.routers[0].counters["requests"] = math.nan
+    move = make_move(0, pb.MOVE_KIND_REPLICATE, gain_s_per_s=math.inf)
+    seen.moves.append(move)
+    plan = pb.PlanView(plan_id="2-4", moves=[move], cost_s=math.nan, gain_s_per_s=math.nan)
+    plan.balancedness_before = plan.balancedness_after = math.nan
+    explained = make_explanation(seconds=math.nan, age_s=math.inf, mean_s=math.nan, p99_s=math.nan)
+    explained.stages[0].seconds, explained.stages[1].p50_s = math.inf, math.nan
+    explained.ranks[0].slowness = explained.ranks[0].late_s = math.nan
+    explained.causes[0].evidence["x"] = math.nan
+    explained.causes[0].share = math.nan
+    return FakeAdmin(placements=[seen], window=load, plan=plan, explanation=explained)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["status"], ["heat"], ["heat", "--mode", "share"], ["explain"], ["explain", "plan"]),
+        *(["top"], ["top", "ranks"], ["top", "layers"], ["plan"]),
+    ],
+    ids=" ".join,
+)
+def test_a_controller_without_a_number_is_shown(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("MOE_SERVE_ADDRESS", "127.0.0.1:4000")
+    monkeypatch.delenv("MOE_SERVE_SERVICE", raising=False)
+
+    def run(*args: str) -> str:
+        reach = Reach(connect=_no_numbers())
+        result = CliRunner().invoke(app, [*command, *args], obj=reach, catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    assert not re.search(r"\b(nan|inf)\b", run(), re.IGNORECASE)
+    if command[0] != "heat":
+        assert " - " in run()
+    for form in ("json", "yaml"):
+        text = run("-o", form)
+        assert not re.search(r"\b(nan|inf|infinity)\b", text, re.IGNORECASE)
+        assert "null" in text
+
+
+@pytest.mark.parametrize(
+    "closed", [("stdin", "stdout"), ("stderr",), ("stdin", "stdout", "stderr")]
+)
+@pytest.mark.parametrize("args", [["rules"], ["series", "-o", "json"], ["series", "--per-expert"]])
+def test_a_stream_that_is_closed_is_no_traceback(
+    closed: tuple[str, ...], args: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["moe-serve", "metrics", *args])
+    with monkeypatch.context() as patched:
+        for name in closed:
+            patched.setattr(sys, name, None)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+            assert not ended.value.code
+        finally:
+            for name in closed:
+                if (stream := getattr(sys, name)) is not None:
+                    stream.close()

@@ -18,6 +18,7 @@ PACKAGE = Path(moe_serve.__path__[0])
 FOR_PEOPLE = {
     "controller/clock.py",  # `wall_s`, used by the book alone
     "cli/commands/events.py",  # `--since` counts back from now, for people
+    "cli/commands/explain.py",  # the date of the answer in `-o json`
     "dashboard/feed.py",  # dates on the page
     "telemetry/logs.py",  # dates of log lines
     "telemetry/otel.py",  # dates of spans

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moe_serve.controller.targets import Targets
+from moe_serve.controller.targets import NO_REASON, REASON_CHARS_MAX, Targets
 from moe_serve.controller.views import placement_view
 from placement.config import RebalanceConfig
 from placement.messages.effects import ComputeTarget
@@ -104,6 +104,28 @@ def test_what_is_no_longer_tried_is_not_spoken_of_and_begins_anew() -> None:
     assert made.problems(over_s + 0.1, CONFIG) == []
     made.decided([failed(over_s + 0.1)], CONFIG)
     assert made.problems(over_s + 1.0, CONFIG) == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("", NO_REASON),
+        (" \n", NO_REASON),
+        ("ValueError: a\nb\x1b[31m\u202ec", "ValueError: a b [31m c"),
+        ("x" * REASON_CHARS_MAX, "x" * REASON_CHARS_MAX),
+        ("x" * 5000, "x" * REASON_CHARS_MAX + "..."),
+    ],
+)
+def test_a_reason_is_part_of_one_sentence_whatever_it_is(reason: str, said: str) -> None:
+    (text,) = targets(failed(1.0, reason=reason), failed(6.0, reason=reason)).problems(7.0, CONFIG)
+    assert f"(auto, 2 times in a row): {said}; placement stays as it is. " in text
+    assert ("Mend what the reason names" in text) == (said != NO_REASON)
+    assert text.isprintable()
+
+
+def test_no_failure_is_spoken_of_as_of_the_time_to_come() -> None:
+    (text,) = targets(failed(10.0), failed(5.0)).problems(4.0, CONFIG)
+    assert "computed for 0 s (" in text
 
 
 def test_the_records_of_an_engine_whose_planner_answers_again() -> None:

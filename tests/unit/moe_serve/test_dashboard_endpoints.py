@@ -71,6 +71,10 @@ def test_what_is_out_of_bounds_is_named(param: Param, texts: list[str]) -> None:
         ("APPLICATION/JSON; charset=utf-8", True),
         ("text/html,application/xhtml+xml,*/*;q=0.8", True),
         ("application/*", True),
+        (",", True),
+        (" , ,", True),
+        (",text/html", False),
+        (",application/json,", True),
         ("text/html", False),
         ("application/json;q=0", False),
         ("application/json; q=0.000, text/html", False),
@@ -183,6 +187,35 @@ async def test_an_answer_is_kept_for_a_moment_and_asked_for_once() -> None:
     assert await kept.ask("k", lambda: source.answer("k")) == ("k/2", 0.0)
     kept.forget()
     assert (await kept.ask("k", lambda: source.answer("k")))[0] == "k/3"
+
+
+@pytest.mark.asyncio
+async def test_what_was_forgotten_was_answered_all_the_same() -> None:
+    now_s, source = [10.0], Source()
+    kept = Kept(lambda: now_s[0], 1.0)
+    await kept.ask("k", lambda: source.answer("k"))
+    now_s[0] += 4.0
+    kept.forget()
+    assert kept.last_age_s() == 4.0
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> str:
+        begun.set()
+        await gate.wait()
+        return "old"
+
+    asked = asyncio.create_task(kept.ask("slow", slow))
+    await begun.wait()
+    now_s[0] += 2.0
+    await kept.ask("k", lambda: source.answer("k"))
+    gate.set()
+    await asked
+    assert kept.last_age_s() == 0.0, "it was asked before the newest"
+    source.error = Unavailable("away")
+    now_s[0] += 2.0
+    with pytest.raises(Unavailable):
+        await kept.ask("other", lambda: source.answer("other"))
+    assert kept.last_age_s() == 2.0
 
 
 @pytest.mark.asyncio

@@ -111,6 +111,8 @@ def test_the_smallest_count_survives_the_largest_scale() -> None:
         ({"rank_busy": b"\0" * 8}, "rank_busy"),
         ({"demand": np.full(12, -1, dtype="<i8").tobytes()}, "demand"),
         ({"num_layers": 2**31 - 1, "num_experts": 2**31 - 1}, "demand"),
+        ({"num_phases": 0, "num_layers": 2**31 - 1, "num_experts": 2**31 - 1}, "demand"),
+        ({"demand": b"", "num_phases": 0, "num_layers": 2**31 - 1}, "demand"),
         ({"num_layers": -2}, "demand"),
         ({"num_layers": -2, "num_experts": -3}, "demand"),
     ],
@@ -132,6 +134,18 @@ def test_slots_tell_empty_from_absent_and_keep_states() -> None:
     ]
 
 
+def test_a_slot_with_what_the_model_does_not_have_is_empty() -> None:
+    strange = placement()
+    for layer, expert in ((2**31 - 1, 2**31 - 1), (LAYERS, 0), (0, EXPERTS), (0, -1), (-1, 0)):
+        slot = strange.ranks[0].slots[0]
+        slot.layer, slot.expert = layer, expert
+        document = frames.placement_document(strange, seq=1, wall_s=0.0)
+        pair = numbers(document["slots"]["pair"], "<i4", (RANKS, 4))
+        assert pair.tolist() == [[-1, 1, 5, -1], [0, -1, 5, -2]], (layer, expert)
+        counts = numbers(document["replicas"], "u1", (LAYERS * EXPERTS,))
+        assert counts.tolist() == [1, 1, 0, 0, 0, 1], (layer, expert)
+
+
 def test_a_placement_names_what_is_missing_and_no_address() -> None:
     document = frames.placement_document(placement(), seq=1, wall_s=0.0)
     assert document["missing"] == [3]
@@ -140,9 +154,10 @@ def test_a_placement_names_what_is_missing_and_no_address() -> None:
 
 
 def test_an_absurd_placement_is_refused() -> None:
-    huge = pb.GetPlacementResponse(num_layers=2**20, num_experts=2**20)
-    with pytest.raises(InvalidArgument, match="cells"):
-        frames.placement_document(huge, seq=1, wall_s=0.0)
+    for layers, experts in ((2**20, 2**20), (0, 2**31 - 1), (2**31 - 1, 0), (-1, 2)):
+        huge = pb.GetPlacementResponse(num_layers=layers, num_experts=experts)
+        with pytest.raises(InvalidArgument, match="cells"):
+            frames.placement_document(huge, seq=1, wall_s=0.0)
     wide = pb.GetPlacementResponse(
         num_layers=1, num_experts=1, ranks=[pb.Rank(num_slots=2**31 - 1)] * 4
     )

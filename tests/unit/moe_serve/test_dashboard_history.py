@@ -177,7 +177,7 @@ def test_moves_since_a_date_are_those_that_began_or_ended_then_or_later() -> Non
     kept.add_record(record(0, at_s=0.0, wall_time_s=1000.0))
     times = ((10.0, 0.0), (10.0, 60.0), (60.0, 0.0), (60.5, 61.0), (0.0, 0.0))
     moves = [
-        pb.Move(plan_id="p", move_id=n, state=2, started_at_s=began, ended_at_s=ended)  # type: ignore[arg-type]
+        pb.Move(plan_id="p", move_id=n, state=3, started_at_s=began, ended_at_s=ended)  # type: ignore[arg-type]
         for n, (began, ended) in enumerate(times)
     ]
     kept.update_moves(pb.GetPlacementResponse(moves=moves))
@@ -194,6 +194,27 @@ def test_moves_since_a_date_are_those_that_began_or_ended_then_or_later() -> Non
     first, version = page(1060.0, limit=2)
     assert first == [1, 2]
     assert page(1060.0, after=version)[0] == [3]
+
+
+def test_moves_that_have_not_ended_are_of_every_time_however_long_ago_their_plan_began() -> None:
+    kept = History()
+    kept.add_record(record(0, at_s=0.0, wall_time_s=1000.0))
+
+    def page(states: tuple[int, ...]) -> list[int]:
+        moves = [
+            pb.Move(plan_id="p", move_id=n, state=state, started_at_s=10.0)  # type: ignore[arg-type]
+            for n, state in enumerate(states)
+        ]
+        kept.update_moves(pb.GetPlacementResponse(moves=moves))
+        found, _ = kept.moves_page(0, 9, since_wall_s=1100.0 - 60.0)  # begun 90 s ago
+        return sorted(m["move_id"] for m in found)
+
+    planned, running = int(pb.MOVE_STATE_PLANNED), int(pb.MOVE_STATE_RUNNING)
+    done, aborted = int(pb.MOVE_STATE_DONE), int(pb.MOVE_STATE_ABORTED)
+    assert page((planned, running, done, aborted)) == [0, 1]
+    assert page((running, done, done, aborted)) == [0]
+    kept.update_moves(pb.GetPlacementResponse())
+    assert kept.moves_page(0, 9, since_wall_s=1040.0)[0] == [], "what was dropped is under way"
 
 
 def test_moves_of_a_plan_and_of_an_expert_are_found() -> None:
@@ -233,6 +254,24 @@ def test_moves_are_bounded() -> None:
         kept.update_moves(moved(pb.MOVE_STATE_DONE, move_id=n))
     assert len(kept.moves_after(0)) == history.MOVES_MAX
     assert kept.moves_after(0)[0]["move_id"] == 5
+
+
+def test_what_was_before_the_controllers_present_life_has_no_date() -> None:
+    kept = History()
+    kept.add_record(record(1, at_s=60.0, wall_time_s=9000.0))
+    running = moved(pb.MOVE_STATE_RUNNING, started_at_s=50.0)
+    kept.update_moves(running, 55.0)
+    assert kept.moves_after(0)[0]["started_wall_s"] is None
+    kept.update_moves(moved(pb.MOVE_STATE_DONE, started_at_s=50.0, ended_at_s=58.0), 55.0)
+    assert kept.moves_after(0)[0]["started_wall_s"] is None
+    assert kept.moves_after(0)[0]["ended_wall_s"] == 8998.0
+    # A page that saw it begin has its date, and keeps it.
+    seen = History()
+    seen.add_record(record(1, at_s=0.0, wall_time_s=1000.0))
+    seen.update_moves(running, 10.0)
+    seen.add_record(record(2, at_s=60.0, wall_time_s=9000.0))
+    seen.update_moves(running, 55.0)
+    assert seen.moves_after(0)[0]["started_wall_s"] == 1050.0
 
 
 def test_dates_of_a_move_stay_when_the_controllers_seconds_begin_anew() -> None:

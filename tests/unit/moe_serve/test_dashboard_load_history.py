@@ -32,6 +32,16 @@ def test_history_is_a_rate_over_both_phases() -> None:
     assert kept.of(0, 1)["pairs_per_s"] == [3.0, 100_000.0]
 
 
+def test_an_expert_that_the_windows_do_not_have_has_no_points() -> None:
+    kept = LoadHistory()
+    nothing = {"wall_s": [], "pairs_per_s": []}
+    assert kept.of(0, 0) == nothing
+    kept.add(load(np.ones((1, 2, 3), dtype=np.int64)), 100.0)
+    assert kept.of(1, 2)["wall_s"] == [100.0]
+    for layer, expert in ((2, 0), (0, 3), (-1, 0), (0, -1)):
+        assert kept.of(layer, expert) == nothing, (layer, expert)
+
+
 def test_history_is_bounded_by_bytes_and_by_age() -> None:
     frame = np.ones((1, 4, 8), dtype=np.int64)
     small = LoadHistory(bytes_max=10 * 64)

@@ -204,6 +204,32 @@ def test_runbooks_may_be_elsewhere(url: str) -> None:
     assert moved.replace("https://wiki.example/run/", RUNBOOKS) == usual
 
 
+@pytest.mark.parametrize("url", ["", " ", "https://a b", "a\nb", "a\tb", "a\u2028b", "a\udcffb"])
+def test_runbooks_are_somewhere(url: str) -> None:
+    result = CliRunner().invoke(app, ["metrics", "rules", "--runbooks", url])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: --runbooks {url!r} is no address and no folder")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("", "h", "h:", ":1", "h:0", "h:65536", "h:1\n", "a\nb:1", "h b:1", "http://h:1"),
+        *("h:\u0661", "u@h:1", "::1:9", "[::1]", "a\udcff:1"),
+    ],
+)
+def test_a_target_that_is_no_place_is_refused(target: str) -> None:
+    result = CliRunner().invoke(app, ["metrics", "scrape", "--target", target])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: --target {target!r} is not host:port")
+
+
+@pytest.mark.parametrize("target", ["moe-serve.ns.svc:9464", "10.0.0.7:1", "[fd00::7]:65535"])
+def test_a_target_is_a_name_or_an_address_with_a_port(target: str) -> None:
+    (job,) = yaml.safe_load(said("scrape", "--target", target))["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [target]}]
+
+
 def _alerts_of(text: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = yaml.safe_load(text)["groups"][0]["rules"]
     return found

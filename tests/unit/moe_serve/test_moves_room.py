@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from moe_serve.cli.views.moves import moves_sum, moves_table
-from moe_serve.controller.book import Book, room_of
+from moe_serve.controller.book import Book
 from moe_serve.controller.journal_rows import StateSnapshot, image_of, snapshot_row
+from moe_serve.controller.room import room_of
 from moe_serve.controller.views import move_view, plan_view
 from moe_serve.dashboard.history import History
 from moe_serve.dashboard.plans import STATES, Layout, applied, drawn_plan
@@ -226,9 +227,14 @@ def test_a_journal_from_before_tells_no_replaced_replicas_and_a_false_count_is_r
     image = image_of([older], {}, 1.0, dropped_tail=False)
     assert image.snapshot is not None
     assert image.snapshot.replicas_replaced == 0
-    false = snapshot_row(msgspec.structs.replace(snapshot, replicas_replaced=-1))
-    with pytest.raises(ValueError, match="-1 replaced replicas"):
-        image_of([false], {}, 1.0, dropped_tail=False)
+    most = snapshot_row(msgspec.structs.replace(snapshot, replicas_replaced=2**53))
+    image = image_of([most], {}, 1.0, dropped_tail=False)
+    assert image.snapshot is not None
+    assert image.snapshot.replicas_replaced == 2**53
+    for count in (-1, 2**53 + 1):
+        false = snapshot_row(msgspec.structs.replace(snapshot, replicas_replaced=count))
+        with pytest.raises(ValueError, match=f"{count} replaced replicas"):
+            image_of([false], {}, 1.0, dropped_tail=False)
 
 
 # -- words -----------------------------------------------------------------------------------------
@@ -262,11 +268,13 @@ def test_a_table_of_moves_says_in_place_of_what() -> None:
     assert line(bare) == "+ L0 E0 replicate checkpoint -> rank 0 1.0 KiB"
 
 
-def test_a_sum_of_moves_says_how_many_replace_something() -> None:
+def test_a_sum_of_moves_says_how_many_replicas_they_replace() -> None:
     add, end = pb.Move(kind=pb.MOVE_KIND_REPLICATE), pb.Move(kind=pb.MOVE_KIND_EVICT)
     assert moves_sum([replacing(), add, end, replacing()]) == (
-        "3 to replicate (2 in place of another replica), 1 to evict"
+        "3 to replicate (in place of 4 replicas), 1 to evict"
     )
+    one = pb.Move(kind=pb.MOVE_KIND_MIGRATE, room=[pb.Removed(layer=0, expert=4, rank=1)])
+    assert moves_sum([add, one]) == "1 to replicate, 1 to migrate (in place of 1 replica)"
     assert moves_sum([add, end]) == "1 to replicate, 1 to evict"
 
 
