@@ -39,7 +39,10 @@ async def test_a_move_and_the_expert_that_made_room_for_it_name_each_other() -> 
         words = f"in place of L{gone.layer} E{gone.expert}, L{move.room[1].layer}"
         rows = "document.querySelector('[data-figure=moves]')?.innerText ?? ''"
         await r.tab.until(f"({rows}).includes('{words}')")
-        await r.tab.until("document.querySelector('header').innerText.includes('2 made room')")
+        told = (
+            "document.querySelector('header small[aria-label]')?.getAttribute('aria-label') ?? ''"
+        )
+        await r.tab.until(f"({told}).endsWith('; 2 replicas removed to make room')")
         await r.go(f"#view=plan&plan={move.plan_id}")
         table = "document.querySelector('[data-figure=plan-moves]')?.innerText ?? ''"
         await r.tab.until(f"({table}).includes('{words}')")

@@ -135,7 +135,7 @@ function View() {
 const App = () => html`<a class="skip" href="#view" onClick=${(/** @type {Event} */ e) => { e.preventDefault(); document.getElementById("view")?.focus(); }}>To the figures</a>
   <${Header}/><${OperatorBar}/><${Banner}/><${Tabs}/>
   <main><div id="view" role="tabpanel" tabindex="-1" aria-labelledby=${`tab-${view.value}`}><${View}/></div></main><${ExpertPanel}/><${Dialogs}/>
-  <footer>Load is demand as routers counted it, one window at a time; bars are pairs as shards executed them. The same figures: <a href="/api/v1/frame">frame</a> <a href="/api/v1/placement">placement</a> <a href="/api/v1/events?after=0">events</a> <a href="/api/v1/experts.csv">experts.csv</a> <a href="/api/v1/explain">explain</a> <a href="/api/v1/openapi.json">openapi.json</a></footer>`;
+  <footer>Load is demand as routers counted it, one window at a time; bars are pairs as shards executed them. The same figures: <a href="/api/v1/frame">frame</a> <a href="/api/v1/placement">placement</a> <a href="/api/v1/history">history</a> <a href="/api/v1/moves">moves</a> <a href="/api/v1/plan">plan</a> <a href="/api/v1/events">events</a> <a href="/api/v1/experts.csv">experts.csv</a> <a href="/api/v1/explain">explain</a> <a href="/api/v1/openapi.json">openapi.json</a></footer>`;
 
 const root = /** @type {HTMLElement} */ (document.getElementById("app"));
 root.replaceChildren();

@@ -34,7 +34,7 @@ function Imbalance() {
   const f = frame.value;
   const before = beforePlan.value;
   if (!f) return "–";
-  return html`<b data-figure="imbalance">${f.imbalance.toFixed(2)}</b>${before && html` <small title="Means of up to ten windows">${before.imbalance.toFixed(2)} before, ${before.since == null ? "?" : before.since.toFixed(2)} since <button type="button" class="link" onClick=${() => showPlan(before.mark.plan_id)}>last plan</button></small>`}`;
+  return html`<b data-figure="imbalance">${f.imbalance.toFixed(2)}</b>${before && html` <small title="Means of up to ten windows">${before.imbalance.toFixed(2)} before${before.since == null ? "" : `, ${before.since.toFixed(2)} since`} <button type="button" class="link" onClick=${() => showPlan(before.mark.plan_id)}>last plan</button></small>`}`;
 }
 
 function Rate() {
@@ -98,7 +98,7 @@ export function Header() {
       <${Figure} name="State" title="State of the controller"><${State}/><//>
       <${Figure} name="Data" title="Whether the figures are live"><${Freshness}/><//>
       <${Figure} name="Demand" title="Tokens × top-k that routers accepted in the newest window"><${Rate}/><//>
-      <${Figure} name="Moves done" title=${done}><b>${total}</b> <small aria-label=${done}>${byKind}${replaced ? html`, ${replaced} made room` : ""}</small><//>
+      <${Figure} name="Moves done" title=${done}><b>${total}</b> <small aria-label=${done}>${byKind}</small><//>
       <${Figure} name="Ranks" title="Ranks that are up, of all"><b>${p ? up : "–"}</b>${p && html` <small>of ${p.ranks.filter((/** @type {any} */ r) => r.state !== "removed").length} up</small>`}<//>
       <${Figure} name="Term · epoch" title="The controller's number · number of the routing table"><b>${p ? `${p.term} · ${p.epoch}` : "–"}</b><//>
     </dl>
