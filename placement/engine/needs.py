@@ -54,6 +54,7 @@ def next_need(turn: Turn) -> bool:
         return True
     plan = cleanup_plan(turn) if state.published or _short_of_room(turn) else None
     if plan is not None:
+        state.retry_at_s.pop("initial", None)  # there will be more room
         start_run(turn, plan, "cleanup", rule="cleanup")
         return True
     plan = refill_plan(turn)
@@ -70,9 +71,12 @@ def next_need(turn: Turn) -> bool:
 
 
 def _short_of_room(turn: Turn) -> bool:
-    """Whether the first table has to wait for slots that orphans hold. Else they are freed after
-    it: an earlier controller's table may list them, and while no router has joined yet nobody is
-    waited for."""
+    """Whether the first table has to wait for slots that orphans hold: there are too few others, or
+    no plan was found that did with these (a policy reckons with the slots of a rank, orphans among
+    them). Else they are freed after it: an earlier controller's table may list them, and before
+    there is one without them no router can say that it uses it."""
+    if turn.at_s < turn.state.retry_at_s.get("initial", -NEVER_S):
+        return True
     free = sum(
         s.use is SlotUse.EMPTY
         for r in turn.state.ranks

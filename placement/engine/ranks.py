@@ -201,7 +201,8 @@ def _resume(turn: Turn, step: StepRun, found: ResidentSlot | None) -> None:
 
 def _adopt(turn: Turn, rank: RankState, resident: tuple[ResidentSlot, ...]) -> tuple[int, int]:
     """Take up residents nobody here knew: verified ones are listed with the next table, others are
-    orphans."""
+    orphans. So is all but the first verified one of an expert; a copy of it that is not verified
+    takes no replica's place."""
     held = {s.key for s in rank.slots if s.use is not SlotUse.EMPTY}
     adopted = orphans = 0
     for found in sorted(resident, key=lambda r: r.slot):
@@ -219,7 +220,8 @@ def _adopt(turn: Turn, rank: RankState, resident: tuple[ResidentSlot, ...]) -> t
             key = EMPTY
         use = SlotUse.VERIFIED if good else SlotUse.ORPHAN
         rank.slots[found.slot] = SlotState(use=use, key=key, tag=found.tag)
-        held.add(key)
+        if good:
+            held.add(key)
         adopted += good
         orphans += not good
     if adopted:

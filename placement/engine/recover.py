@@ -110,8 +110,10 @@ def _apply(state: EngineState, spec: MoeSpec, transition: Transition) -> None:
     """One journalled transition, exactly as the engine that wrote it left step and slot."""
     step = _step_of(state, spec, transition)
     step.state, step.tag, step.epoch = transition.after, transition.slot_tag, transition.epoch
+    # Only a table has a number above all before it. A state's name does not tell: a removal that is
+    # called off is "listed" as well, and a clean-up unlists before there is a table.
+    state.published = state.published or transition.epoch > state.epoch
     state.epoch = max(state.epoch, transition.epoch)
-    state.published = state.published or transition.after in (AddState.LISTED, RemoveState.UNLISTED)
     state.next_step_id = max(state.next_step_id, transition.step_id + 1)
     copying = transition.kind is StepKind.ADD and step.state in COPYING
     removing = transition.kind is StepKind.REMOVE and step.state in REMOVING

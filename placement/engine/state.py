@@ -383,7 +383,7 @@ def initial(
         )
         for r in topology.ranks
     ]
-    return EngineState(
+    state = EngineState(
         term=term,
         epoch=first_epoch - 1,
         now_s=start_s,
@@ -397,6 +397,11 @@ def initial(
             num_phases=NUM_PHASES, num_layers=spec.num_layers, num_experts=spec.num_experts
         ),
     )
+    if first_epoch > 1:
+        # Tables of an earlier controller, whose journal is gone, may be in use. As after a restart,
+        # no router being known does not mean that none is there.
+        state.acks_count_from_s = start_s + config.router_silence_s
+    return state
 
 
 def copy_of(state: EngineState) -> EngineState:

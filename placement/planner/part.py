@@ -57,7 +57,8 @@ def choose_parts(
 
     starts: the gate's word on layers that belong together. Parts that start leave every rank its
     staging slots, as the whole plan does: where they would not, the layers that share the rank are
-    linked and asked about again.
+    linked and asked about again. A slot at or above its rank's limit (`slot_limit`; the budget
+    fell) is given up for good: emptying it makes no room.
     """
     links = _Links([f.layer for f in plan.layers])
     layer_of = {s.step_id: s.layer for s in plan.steps}
@@ -71,6 +72,7 @@ def choose_parts(
         int(np.count_nonzero(layout.slots[rank, : slot_limit[rank]] == EMPTY))
         for rank in range(layout.num_ranks)
     ]
+    inside = [s for s in plan.steps if s.slot.index < slot_limit[s.slot.rank]]
     while True:
         go: list[Figures] = []
         stay: list[Figures] = []
@@ -78,10 +80,10 @@ def choose_parts(
             part = tuple(figures[layer] for layer in group)
             (go if starts(part) else stay).append(part)
         chosen = {f.layer for part in go for f in part}
-        short = _short_rank([s for s in plan.steps if s.layer in chosen], empty, staging_slots)
+        short = _short_rank([s for s in inside if s.layer in chosen], empty, staging_slots)
         if short is None:
             return go, stay
-        here = [s.layer for s in plan.steps if s.slot.rank == short]
+        here = [s.layer for s in inside if s.slot.rank == short]
         for layer in here:
             links.join(layer, here[0])
 

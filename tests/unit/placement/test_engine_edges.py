@@ -607,6 +607,20 @@ def test_what_is_resident_but_no_expert_of_the_model_is_cleaned_away():
     driver.check_agreement()
 
 
+def test_the_first_table_does_not_wait_for_ever_for_a_slot_that_nobody_asked_for():
+    """There are more free slots than experts, yet none for the last one: the staging slot must stay
+    empty, and the policy reckons with the slot of what is resident and no expert."""
+    driver = EngineDriver(
+        make_spec(), make_topology([3, 3], ranks_per_node=1), routers=["r0"], join=False
+    )
+    driver.join(0, shard=holding(0, [2], 3, layer=7))
+    driver.join(1)
+    driver.wait(60.0)
+    assert "cleanup" in driver.rules("started")
+    assert driver.table.missing() == ()
+    driver.check_agreement()
+
+
 def test_a_proved_replica_that_is_gone_before_its_table_is_not_listed():
     """Two adds of a wave: one is proved and lost with its slot while the other still copies."""
     driver = filled([[0, 1], [2, 3]], slots=5)

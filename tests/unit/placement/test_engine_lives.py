@@ -223,7 +223,76 @@ def test_without_a_journal_nothing_is_freed_before_there_is_a_table_of_ones_own(
     resident = driver.shards[0].ledger.resident()
     twin = msgspec.structs.replace(resident[0], slot=5, tag=99)
     driver.join(0, shard=driver.shards[0], resident=[*resident, twin])
+    driver.wait(driver.config.router_silence_s)  # other routers had time to register
     driver.join(1, incarnation=2)  # it holds nothing, so experts are missing
     kinds = [type(command) for command in driver.commands]
     assert ReleaseSlot in kinds, "one of the two is given up"
     assert kinds.index(PublishTable) < kinds.index(ReleaseSlot)
+
+
+def without_journal(driver):
+    """A controller that begins with nothing but what parts tell. No router has told it anything
+    yet, and none does by itself."""
+    driver.engine = RebalanceEngine(
+        driver.spec,
+        driver.topology,
+        driver.config,
+        term=2,
+        first_epoch=driver.table.epoch + 1,
+        start_s=driver.now_s,
+    )
+    driver.hold |= {PublishTable, ReleaseSlot}
+    driver.commands.clear()
+
+
+def with_twin(driver, slot):
+    """What rank 0 holds, and its first expert a second time in that slot."""
+    resident = driver.shards[0].ledger.resident()
+    return [*resident, msgspec.structs.replace(resident[0], slot=slot, tag=99)]
+
+
+def test_without_a_journal_routers_have_time_to_register_before_anything_is_freed():
+    """Ranks may be heard of before any router is. One of two replicas is given up, and tables of
+    the earlier controller may list it."""
+    driver = two_ranks(slots=6, router_silence_s=5.0, drain_wait_s=60.0)
+    without_journal(driver)
+    speaks(driver, 0, with_twin(driver, 5))
+    speaks(driver, 1, driver.shards[1].ledger.resident())
+    assert sent(driver, PublishTable)
+    assert driver.step_states() == ["unlisted"]
+    driver.wait(3.0)
+    driver.feed(ev.RouterJoined(at_s=0.0, router="r0", incarnation=1))
+    driver.wait(4.0)
+    assert driver.step_states() == ["unlisted"], "it is waited for from then on"
+    for said in driver.acks(driver.engine.state.epoch):
+        assert not sent(driver, ReleaseSlot)
+        driver.feed(said)
+    assert sent(driver, ReleaseSlot)
+
+
+def test_without_a_journal_nobody_is_waited_for_once_routers_had_time_to_register():
+    driver = two_ranks(slots=6, router_silence_s=5.0, drain_wait_s=60.0)
+    without_journal(driver)
+    speaks(driver, 0, with_twin(driver, 5))
+    speaks(driver, 1, driver.shards[1].ledger.resident())
+    driver.wait(4.9)
+    assert not sent(driver, ReleaseSlot)
+    driver.wait(0.2)
+    assert sent(driver, ReleaseSlot)
+
+
+def test_a_copy_that_is_not_verified_takes_no_replicas_place():
+    """An earlier controller was moving the expert within its rank, to a slot before its own."""
+    driver = two_ranks(slots=6)
+    resident = driver.shards[0].ledger.resident()
+    last = resident[-1]
+    moved = msgspec.structs.replace(last, slot=5)
+    half = msgspec.structs.replace(last, tag=99, verified=False)
+    without_journal(driver)
+    speaks(driver, 0, [*resident[:-1], half, moved])
+    speaks(driver, 1, driver.shards[1].ledger.resident())
+    driver.wait(driver.config.router_silence_s)
+    assert [c.slot for c in sent(driver, ReleaseSlot)] == [half.slot]
+    (table,) = (c.table for c in sent(driver, PublishTable))
+    assert not table.missing()
+    assert table.replicas(last.layer, last.expert) == ((0, moved.slot, moved.tag),)

@@ -14,8 +14,9 @@ from placement.messages.effects import (
     ReserveSlot,
     VerifyExpert,
 )
-from tests.engine_driver import restart, two_ranks
-from tests.unit.placement.test_engine_edges import filled, run_plan
+from tests.builders import make_spec, make_topology
+from tests.engine_driver import EngineDriver, restart, two_ranks
+from tests.unit.placement.test_engine_edges import filled, holding, run_plan
 
 
 def migrate_two(driver):
@@ -171,6 +172,43 @@ def test_what_was_proved_before_the_first_table_is_listed_after_two_restarts():
     before = restart(driver, driver.engine.snapshot(), [])
     assert len(driver.tables) == before + 1
     assert driver.table.missing() == ()
+    driver.check_agreement()
+
+
+def test_a_removal_called_off_before_the_first_table_is_not_taken_for_a_table():
+    """The journal says "listed" of it, as of an add that a table lists."""
+    driver = EngineDriver(
+        make_spec(), make_topology([3, 3], ranks_per_node=1), routers=["r0"], join=False
+    )
+    driver.hold.add(CopyExpert)
+    driver.join(0, shard=holding(0, [0, 1, 2], 3))
+    driver.join(1)
+    snapshot, start = driver.engine.snapshot(), len(driver.transitions)
+    while driver.held:
+        step_id = driver.held.pop(0).step_id
+        driver.feed(ev.StepFailed(at_s=0.0, step_id=step_id, code="io", detail="disk"))
+    since = driver.transitions[start:]
+    assert ("remove", "listed") in {(t.kind, t.after) for t in since}
+    assert driver.tables == []
+    restart(driver, snapshot, since)
+    driver.wait(30.0)
+    assert [table.missing() for table in driver.tables] == [()]
+    driver.check_agreement()
+
+
+def test_a_clean_up_before_the_first_table_is_not_taken_for_a_table():
+    driver = EngineDriver(
+        make_spec(), make_topology([3, 3], ranks_per_node=1), routers=["r0"], join=False
+    )
+    fresh = driver.engine.snapshot()
+    driver.hold.add(ReleaseSlot)
+    driver.join(0, shard=holding(0, [0, 1, 2], 3, layer=7))
+    driver.join(1)
+    assert {t.after for t in driver.transitions} >= {"unlisted"}
+    assert driver.tables == []
+    restart(driver, fresh, driver.transitions)
+    driver.wait(30.0)
+    assert driver.tables[0].missing() == ()
     driver.check_agreement()
 
 

@@ -309,3 +309,29 @@ def test_parts_leave_every_rank_its_staging_slots():
     go, stay = parts(current, plan, slots, lambda part: starts(part, 1))
     assert [[f.layer for f in p] for p in go] == [[1]]
     assert [[f.layer for f in p] for p in stay] == [[0]]
+
+
+def test_a_slot_above_the_limit_is_no_room_that_a_part_may_count_on():
+    """Rank 0 falls from 6 slots to 4. Layer 0 moves off a slot above the limit and takes one of the
+    two empty slots below it, layer 1 gives that one back: by itself layer 0 would leave one."""
+    slots, staging_slots = [4, 6], 2
+    current, plan = two_layers(
+        [[2, 3, E, E, 0, E], [1, E, E, E, E, E]],
+        [[2, 1, E, E], [1, 0, 3, E, E, E]],
+        slots=slots,
+        staging_slots=staging_slots,
+    )
+    kinds = [(str(s.kind), *s.slot, s.layer) for s in plan.steps if s.slot.rank == 0]
+    assert sorted(kinds) == [("add", 0, 2, 0), ("remove", 0, 1, 1), ("remove", 0, 4, 0)]
+    asked: list[tuple[int, ...]] = []
+
+    def starts(part):
+        asked.append(tuple(f.layer for f in part))
+        return 0 in asked[-1]
+
+    go, stay = choose_parts(
+        plan, current, slot_limit=slots, staging_slots=staging_slots, starts=starts
+    )
+    assert asked == [(0,), (1,), (0, 1)]
+    assert ([[f.layer for f in p] for p in go], stay) == ([[0, 1]], [])
+    prove(current, part_of(plan, go).steps, slot_limit=slots, staging_slots=staging_slots)
