@@ -532,8 +532,10 @@ def test_a_plan_is_looked_at_then_applied_and_stale_ones_are_refused(
         moved = service.wait(
             "the plan has run", lambda p: locations(p) != locations(start) and p.state == "paused"
         )
+        # Where one move is all there is to gain, it is the same plan twice.
+        why = "already" if second.plan_id == first.plan_id else "changed"
         for validate_only in (True, False):
-            with pytest.raises(FailedPrecondition, match="changed"):
+            with pytest.raises(FailedPrecondition, match=why):
                 service.admin.apply_plan(second.plan_id, validate_only=validate_only)
         with pytest.raises(NotFound):
             service.admin.apply_plan("no such plan", validate_only=False)
