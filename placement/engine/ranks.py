@@ -188,9 +188,10 @@ def _resume(turn: Turn, step: StepRun, found: ResidentSlot | None) -> None:
         ):
             fire(turn, step, StepEvent.FAILED, "no longer resident")
         else:
-            fire(turn, step, StepEvent.RESUMED)
             if step.state in (AddState.RESERVED, AddState.COPYING):
+                # Before it fires: the copy that is asked for again is given this time.
                 step.deadline_s = turn.at_s + turn.config.copy_timeout_s
+            fire(turn, step, StepEvent.RESUMED)
     elif not mine:
         fire(turn, step, StepEvent.RANK_LOST, "no longer resident")
     elif step.state != RemoveState.PLANNED:

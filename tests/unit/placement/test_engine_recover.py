@@ -85,6 +85,27 @@ def test_dying_at_each_edge_forgets_nothing(died_at, arrived):
     driver.check_agreement()
 
 
+def test_a_copy_that_is_asked_for_again_after_a_restart_has_a_time_to_end():
+    driver = two_ranks(slots=3)
+    snapshot, start = driver.engine.snapshot(), len(driver.transitions)
+    driver.hold.add(CopyExpert)
+    migrate_two(driver)
+    asked = {c.step_id for c in driver.held}
+    assert asked
+    again = []
+    run = driver.run_shard
+
+    def seen(command):
+        again.append(command)
+        return run(command)
+
+    driver.run_shard = seen
+    restart(driver, snapshot, driver.transitions[start:])
+    times = [c.timeout_s for c in again if isinstance(c, CopyExpert) and c.step_id in asked]
+    assert len(times) == len(asked)
+    assert set(times) == {driver.engine.config.copy_timeout_s}
+
+
 def test_a_step_that_was_called_off_before_it_began_leaves_its_slot_alone():
     """The journal tells of an add that never began because the slot it waited for was kept. Taken
     for one that had filled the slot, it would empty it."""
