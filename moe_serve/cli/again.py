@@ -13,9 +13,9 @@ from typing import Any
 
 import typer
 
+from moe_serve.cli import PROGRAM
 from moe_serve.cli.beside import typed
 
-PROGRAM = "moe-serve"
 NOTHING: Mapping[str, str] = {}
 
 

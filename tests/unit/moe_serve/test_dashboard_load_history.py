@@ -8,20 +8,13 @@ import pytest
 from moe_serve.dashboard import load_history
 from moe_serve.dashboard.load_history import LoadHistory
 from moe_serve.rpc import placement_pb2 as pb
+from tests.fakes.admin import make_window
 
 
-def load(demand: Any, *, seconds: float = 2.0, window: int = 1) -> pb.GetLoadResponse:
-    counts = np.asarray(demand, dtype="<i8")
-    phases, layers, count = counts.shape
-    return pb.GetLoadResponse(
-        window=window,
-        start_s=10.0,
-        end_s=10.0 + seconds,
-        demand=counts.tobytes(),
-        num_phases=phases,
-        num_layers=layers,
-        num_experts=count,
-    )
+def load(demand: Any, *, seconds: float = 2.0) -> pb.GetLoadResponse:
+    window = make_window(np.asarray(demand))
+    window.end_s = window.start_s + seconds
+    return window
 
 
 def test_history_is_a_rate_over_both_phases() -> None:

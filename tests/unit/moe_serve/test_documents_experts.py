@@ -9,20 +9,13 @@ from moe_serve.documents.experts import CSV_COLUMNS, csv_parts, expert_document,
 from moe_serve.documents.replicas import holders_of, listed_ranks
 from moe_serve.errors import NotFound
 from moe_serve.rpc import placement_pb2 as pb
+from tests.fakes.admin import make_window
 
 
-def load(demand: Any, *, seconds: float = 2.0, window: int = 1) -> pb.GetLoadResponse:
-    counts = np.asarray(demand, dtype="<i8")
-    phases, layers, count = counts.shape
-    return pb.GetLoadResponse(
-        window=window,
-        start_s=10.0,
-        end_s=10.0 + seconds,
-        demand=counts.tobytes(),
-        num_phases=phases,
-        num_layers=layers,
-        num_experts=count,
-    )
+def load(demand: Any) -> pb.GetLoadResponse:
+    window = make_window(np.asarray(demand))
+    window.window = 1
+    return window
 
 
 def placement() -> pb.GetPlacementResponse:
