@@ -18,7 +18,7 @@ from placement.engine.state import (
     SlotUse,
     StepRun,
 )
-from placement.engine.steps import fire, offer
+from placement.engine.steps import copy_deadline_s, fire, offer
 from placement.engine.supervise import cancel_run, recall_needed
 from placement.engine.turn import Turn
 from placement.layout import EMPTY
@@ -190,7 +190,7 @@ def _resume(turn: Turn, step: StepRun, found: ResidentSlot | None) -> None:
         else:
             if step.state in (AddState.RESERVED, AddState.COPYING):
                 # Before it fires: the copy that is asked for again is given this time.
-                step.deadline_s = turn.at_s + turn.config.copy_timeout_s
+                step.deadline_s = copy_deadline_s(turn, step)
             fire(turn, step, StepEvent.RESUMED)
     elif not mine:
         fire(turn, step, StepEvent.RANK_LOST, "no longer resident")

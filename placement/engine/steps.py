@@ -174,15 +174,19 @@ def _set_index(turn: Turn, run: StepRun) -> None:
     (state.removing.add if removing else state.removing.discard)(step_id)
 
 
+def copy_deadline_s(turn: Turn, run: StepRun) -> float:
+    """When a copy that is asked for now has taken too long."""
+    return turn.at_s + max(turn.config.copy_timeout_s, COPY_SLACK * run.copy_s)
+
+
 def _set_deadline(turn: Turn, run: StepRun) -> None:
     config, state = turn.config, run.state
     wait_s = config.drain_wait_s
     if turn.state.run is not None and run.step.step_id in turn.state.run.steps:
         wait_s = turn.state.run.drain_wait_s
     if run.step.kind is StepKind.ADD:
-        copying = max(config.copy_timeout_s, COPY_SLACK * run.copy_s)
         if state == AddState.RESERVED:
-            run.deadline_s = turn.at_s + copying
+            run.deadline_s = copy_deadline_s(turn, run)
         elif state != AddState.COPYING:
             run.deadline_s = NEVER_S
     elif state in (RemoveState.UNLISTED, RemoveState.ACKED):

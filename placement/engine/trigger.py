@@ -96,12 +96,12 @@ def _decide_window(turn: Turn, balance: FloatArray, shift: ShiftSeen, layers: Bo
         turn.record("out_of_balance", "noted", _with(detail, shift), numbers=numbers)
     elif gate.watched.any():
         resting = np.flatnonzero(gate.watched)
-        until_s = float(gate.rest_until_s[resting].min())
+        wait_s = float(gate.rest_until_s[resting].min()) - turn.at_s
         vain = bool((gate.fruitless[resting] > 0).all())
         detail = (
             f"{layers_in_words(resting.tolist())} "
             + ("rest: nothing worth having was found; " if vain else "cool down; ")
-            + f"looked at again at {until_s:.1f} s or after a shift"
+            + f"looked at again in {wait_s:.1f} s or after a shift"
         )
         rule = "nothing_better" if vain else "cooldown"
         refused = [f"plan: {detail}"]

@@ -15,6 +15,7 @@ from placement.planner.order import Ordered, WaveLimits, order_moves
 from placement.planner.plan import LayerFigure, Move, MoveKind, Plan, PlannedStep, StepKind
 from placement.planner.price import LayerGain, layer_gains, mean_demand, usable_balancedness
 from placement.planner.prove import prove
+from placement.planner.reason import Shares, reason_of
 from placement.policy.base import PolicyInput
 
 ALL_AT_ONCE = 1 << 30
@@ -130,6 +131,7 @@ def _priced(
         if drafts[i].target >= 0:
             adds_in_layer[drafts[i].key // num_experts] += 1
     demand = mean_demand(request)
+    shares = Shares(current, after, demand)
     moves: list[Move] = []
     copied = crossed = 0
     costs = dict.fromkeys(layers, 0.0)
@@ -157,9 +159,7 @@ def _priced(
                 target_rank=draft.target,
                 copy_bytes=size,
                 cross_node=cross,
-                reason=_reason(
-                    draft, current, float(demand[layer, expert]), float(demand[layer].sum()), reason
-                ),
+                reason=reason_of(draft, current, shares, reason),
                 gain_s_per_s=gains[layer].saved_s / adds_in_layer[layer] if adds else 0.0,
             )
         )
@@ -200,21 +200,6 @@ def _figures(
         )
         for layer, gain in gains.items()
     )
-
-
-def _reason(draft: Draft, current: ExpertLayout, load: float, total: float, prefix: str) -> str:
-    layer, expert = divmod(draft.key, current.num_experts)
-    count = int(current.replica_counts[layer, expert])
-    share = f"{100.0 * load / total:.1f}% of the layer's load" if total > 0.0 else "no load known"
-    if draft.urgent:
-        words = "it has no replica"
-    elif draft.kind is MoveKind.REPLICATE:
-        words = f"{share} on {count} replica{'s' if count != 1 else ''}"
-    elif draft.kind is MoveKind.MIGRATE:
-        words = f"{share}; rank {draft.source} -> {draft.target}"
-    else:
-        words = f"{share}; {count - 1} replica{'s' if count != 2 else ''} left"
-    return f"{prefix}: {words}" if prefix else words
 
 
 def _refused(ordered: Ordered, drafts: list[Draft], num_experts: int) -> tuple[str, ...]:

@@ -151,10 +151,14 @@ def mean_demand(request: PolicyInput) -> FloatArray:
     return mean
 
 
+def served_load(layout: ExpertLayout, demand: FloatArray) -> FloatArray:
+    """Load of each rank under the router's split: float64 [ranks, layers]; experts without a
+    replica count no load."""
+    return rank_load(layout, np.where(layout.replica_counts > 0, demand, 0.0))
+
+
 def usable_balancedness(layout: ExpertLayout, demand: FloatArray, request: PolicyInput) -> float:
-    """Balancedness over the ranks that may hold replicas; experts without a replica count no
-    load."""
-    served = np.where(layout.replica_counts > 0, demand, 0.0)
-    loads = rank_load(layout, served)
+    """Balancedness over the ranks that may hold replicas."""
+    loads = served_load(layout, demand)
     ranks = [r.rank for r in request.topology.ranks if r.alive and not r.draining]
     return balancedness(loads[ranks]) if ranks else 1.0
