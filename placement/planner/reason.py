@@ -55,6 +55,8 @@ def reason_of(draft: Draft, current: ExpertLayout, shares: Shares, prefix: str) 
         words += f" on {count} replica{'s' if count != 1 else ''}"
     elif draft.kind is MoveKind.EVICT:
         words += f"; {count - 1} replica{'s' if count != 2 else ''} left"
+    elif draft.source == draft.target:
+        words += f"; to another slot of rank {draft.target}"
     elif share is not None:
         words += "".join(
             f"{sign} rank {rank} from {100.0 * before:.1f}% to {100.0 * after:.1f}%"

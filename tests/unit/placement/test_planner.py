@@ -157,6 +157,7 @@ def test_a_kept_expert_above_the_limit_is_moved_within_its_rank():
     plan = make_plan(current, target, request, WaveConfig())
     assert kinds(plan) == [MoveKind.MIGRATE]
     assert (plan.moves[0].source_rank, plan.moves[0].target_rank) == (0, 0)
+    assert plan.moves[0].reason.endswith("of the layer's load; to another slot of rank 0")
     end = prove(current, plan.steps, slot_limit=[3, 4], staging_slots=1)
     assert keys_by_rank(end) == [[0, 1], [2, 3]]
 
@@ -170,6 +171,26 @@ def test_gain_and_balance_are_those_of_the_layer_that_changed():
     assert plan.balancedness_before == pytest.approx(103 / 2 / 101, rel=1e-3)
     assert plan.balancedness_after == pytest.approx(1.0, rel=1e-3)
     assert plan.cost_s == pytest.approx(1000 / 1e8)
+
+
+def test_a_migrate_says_what_both_ranks_carry_before_and_after():
+    demand = np.array([[60.0, 20.0, 15.0, 5.0]])
+    before, after = [[0, 1, E], [2, 3, E]], [[0, 3, E], [2, 1, E]]
+    reasons = {m.expert: m.reason for m in plan_between(before, after, demand=demand).moves}
+    assert reasons == {
+        1: "20.0% of the layer's load; rank 0 from 80.0% to 65.0%, rank 1 from 20.0% to 35.0%",
+        3: "5.0% of the layer's load; rank 1 from 20.0% to 35.0%, rank 0 from 80.0% to 65.0%",
+    }
+    idle = plan_between(before, after, demand=np.zeros((1, 4)))
+    assert {m.reason for m in idle.moves} == {"no load known"}
+
+
+def test_a_replicate_and_an_evict_say_how_many_replicas_there_are():
+    demand = np.array([[60.0, 20.0, 15.0, 5.0]])
+    (move,) = plan_between([[0, 1, E], [2, 3, E, E]], [[0, 1, E], [2, 3, 0, E]], demand=demand).moves
+    assert move.reason == "60.0% of the layer's load on 1 replica"
+    (move,) = plan_between([[0, 1, E], [2, 3, 0, E]], [[0, 1, E], [2, 3, E, E]], demand=demand).moves
+    assert move.reason == "60.0% of the layer's load; 1 replica left"
 
 
 def test_layouts_that_do_not_belong_together_are_refused():
