@@ -634,6 +634,13 @@ def test_every_copy_has_a_deadline_of_several_times_its_price():
     assert step.copy_s > 0
     assert command.timeout_s == pytest.approx(5.0 * step.copy_s)
     assert step.deadline_s == pytest.approx(driver.now_s + 5.0 * step.copy_s)
+    # Asked for again, because the rank told anew what it holds: the same time.
+    driver.now_s += 0.001
+    driver.join(step.step.slot.rank, shard=driver.shards[step.step.slot.rank])
+    again = driver.held[-1]
+    assert (again.step_id, len(driver.held)) == (command.step_id, 2)
+    assert again.timeout_s == pytest.approx(5.0 * step.copy_s)
+    assert step.deadline_s == pytest.approx(driver.now_s + 5.0 * step.copy_s)
 
 
 def test_a_proof_that_hangs_is_aborted_like_a_copy():
