@@ -112,6 +112,14 @@ ALERTS: Final = (
         "A plan stands still, or was aborted for it.",
     ),
     Alert(
+        "PlannerFails",
+        "warning",
+        "1m",
+        'sum(increase({m}plans_total{{outcome="failed"}}[10m])) > 2',
+        "{{ $value | humanize }} times in ten minutes no plan could be computed: placement does "
+        "not follow the traffic.",
+    ),
+    Alert(
         "MovesFail",
         "warning",
         "1m",

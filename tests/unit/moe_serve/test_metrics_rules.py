@@ -255,6 +255,7 @@ FIRING: dict[str, dict[str, str]] = {
     "Imbalanced": {"balancedness_ratio": "0.5+0x90", "moves_under_way": "0+0x90"},
     "PlansThrash": {'plans_total{policy="incremental",outcome="done"}': "0+2x90"},
     "PlanStalled": {"rebalance_stalled": "1+0x90"},
+    "PlannerFails": {'plans_total{policy="incremental",outcome="failed"}': "0+1x90"},
     "MovesFail": {'moves_total{kind="migrate",outcome="aborted"}': "0+1x90"},
     "SlowWhileMoving": {
         'request_seconds{router="r",quantile="p99"}': "0.01+0x70 0.5+0x20",
@@ -292,6 +293,7 @@ QUIET: dict[str, dict[str, str]] = {
     "Imbalanced": {"balancedness_ratio": "0.5+0x90", "moves_under_way": "3+0x90"},
     "PlansThrash": {'plans_total{policy="none",outcome="done"}': "0+2x90"},
     "PlanStalled": {"rebalance_stalled": "0+0x90"},
+    "PlannerFails": {'plans_total{policy="incremental",outcome="kept"}': "0+1x90"},
     "MovesFail": {'moves_total{kind="migrate",outcome="done"}': "0+9x90"},
     "SlowWhileMoving": {
         'request_seconds{router="r",quantile="p99"}': "0.01+0x70 0.5+0x20",

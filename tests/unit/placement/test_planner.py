@@ -187,9 +187,10 @@ def test_a_migrate_says_what_both_ranks_carry_before_and_after():
 
 def test_a_replicate_and_an_evict_say_how_many_replicas_there_are():
     demand = np.array([[60.0, 20.0, 15.0, 5.0]])
-    (move,) = plan_between([[0, 1, E], [2, 3, E, E]], [[0, 1, E], [2, 3, 0, E]], demand=demand).moves
+    one, two = [[0, 1, E], [2, 3, E, E]], [[0, 1, E], [2, 3, 0, E]]
+    (move,) = plan_between(one, two, demand=demand).moves
     assert move.reason == "60.0% of the layer's load on 1 replica"
-    (move,) = plan_between([[0, 1, E], [2, 3, 0, E]], [[0, 1, E], [2, 3, E, E]], demand=demand).moves
+    (move,) = plan_between(two, one, demand=demand).moves
     assert move.reason == "60.0% of the layer's load; 1 replica left"
 
 
