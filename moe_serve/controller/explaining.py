@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_serve.controller.admin_checks import check_text, wrong
+from moe_serve.controller.move_states import move_states
+from moe_serve.controller.plans import NOT_YET_S
 from moe_serve.controller.recent import Sample
 from moe_serve.controller.stages import GRAIN_S, difference, together
 from moe_serve.controller.views import Sight, move_view, plan_view, record_view
@@ -88,9 +90,14 @@ async def explain_plan_view(sight: Sight, request: pb.ExplainPlanRequest) -> pb.
         answer = Answer(request_id=0, code="ok", message="", plan_id=plan_id, plan=kept.plan)
         view = plan_view(answer)
     moves = {move.move_id: move for move in book.moves if move.plan_id == plan_id}
+    begun = kept is not None and kept.began_s < NOT_YET_S
+    told = move_states(view, sight.state.run, (one.record for one in records))
     for move in view.moves:
         if move.move_id in moves:
             move.CopyFrom(move_view(sight.state, moves[move.move_id]))
+        elif begun:
+            # Fewer moves than plans are kept, and of a first fill none.
+            move.state = told.get(move.move_id, pb.MOVE_STATE_UNSPECIFIED)
     return pb.ExplainPlanResponse(
         plan=view,
         records=[record_view(one) for one in records],

@@ -62,7 +62,7 @@ def plan_view(answer: pb.ExplainPlanResponse, moves: Sequence[Json] = (), *, pri
     shown = [known.get(move.move_id) or move_view(move) for move in plan.moves]
     return {
         "plan_id": plan.plan_id,
-        "state": _state(shown) if has_begun(answer, moves) else "computed",
+        "state": _state(shown, answer) if has_begun(answer, moves) else "computed",
         "moves": shown,
         "copy_bytes": plan.copy_bytes,
         "cross_node_bytes": plan.cross_node_bytes,
@@ -80,9 +80,13 @@ def no_plan() -> Json:
     return plan_document(pb.ExplainPlanResponse(), priced=False) | {"plan": None}
 
 
-def _state(moves: list[Json]) -> str:
-    """running | done | aborted | dropped, of a plan that has begun, by its moves."""
+def _state(moves: list[Json], answer: pb.ExplainPlanResponse) -> str:
+    """running | done | aborted | dropped | unknown, of a plan that has begun, by its moves; where
+    some are not known any more, by the record of its end."""
     states = {view["state"] for view in moves}
     if states & {"running", "planned"}:
         return "running"
+    if "unknown" in states:
+        ends = (record.outcome for record in answer.records if record.rule == "plan_done")
+        return next(ends, "unknown")
     return next((name for name in ("aborted", "dropped") if name in states), "done")

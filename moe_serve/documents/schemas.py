@@ -151,7 +151,7 @@ PLAN = made(
     plan=maybe(
         made(
             plan_id=TEXT,
-            state={"enum": ["computed", "running", "done", "aborted", "dropped"]},
+            state={"enum": ["computed", "running", "done", "aborted", "dropped", "unknown"]},
             moves=many(BARE_MOVE),
             copy_bytes=BYTES,
             cross_node_bytes=FAR_BYTES,

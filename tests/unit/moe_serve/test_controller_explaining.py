@@ -16,10 +16,13 @@ from moe_serve.controller.recent import Recent
 from moe_serve.controller.settings import ControllerSettings, ExpectedRank
 from moe_serve.controller.stages import GRAIN_S, StageFolder
 from moe_serve.controller.views import Sight
+from moe_serve.documents.plans import plan_document
 from moe_serve.rpc import placement_pb2 as pb
 from placement.config import RebalanceConfig
+from placement.engine.state import PlanRun
 from placement.load import LoadWindow
 from placement.messages import events as ev
+from placement.messages.effects import CopyExpert, Effects
 from placement.messages.records import DecisionRecord
 from tests.builders import PROFILE, make_demand, make_spec, make_window
 from tests.engine_driver import EngineDriver, two_ranks
@@ -192,3 +195,93 @@ async def test_of_a_plan_known_by_its_records_no_figure_is_made_up(sight: Sight)
 def test_a_profile_that_is_not_declared_any_more_is_any(sight: Sight) -> None:
     sight.state.ranks[1].profile = "gone"
     assert evidence_of(sight, 0.0).ranks[1].profile == PROFILE
+
+
+# -- moves that are not kept one by one ------------------------------------------------------------
+
+
+class Long:
+    """A plan of several moves under way, in a book that keeps no move."""
+
+    def __init__(self, sight: Sight, records_kept: int = 99) -> None:
+        self.driver = two_ranks(slots=3)
+        self._seen = len(self.driver.records)
+        self.driver.hold.add(CopyExpert)
+        self.driver.close_window(dict.fromkeys(self.driver.keys()[0], 5000.0))
+        run = self.driver.engine.state.run
+        assert run is not None
+        self.run: PlanRun = run
+        self.book = Book(records_kept=records_kept, moves_kept=0)
+        self.sight = replace(sight, state=self.driver.engine.state, book=self.book)
+        self._note()
+
+    def end(self, *, well: bool) -> None:
+        """The plan comes to its end; its last record is the last one that the book hears of."""
+        held = list(self.driver.held)
+        if well:
+            self.driver.let_go()
+        for command in () if well else held:
+            failed = {"step_id": command.step_id, "code": "io", "detail": "disk"}
+            self.driver.feed(ev.StepFailed(at_s=0.0, **failed))
+        assert self.driver.engine.state.run is None
+        rules = [record.rule for record in self.driver.records]
+        del self.driver.records[len(rules) - rules[::-1].index("plan_done") :]
+        self._note()
+
+    def _note(self) -> None:
+        run = self.driver.engine.state.run
+        self.book.plans.note(Effects(), run, self.driver.now_s)
+        self.book.add(tuple(self.driver.records[self._seen :]), run)
+        self._seen = len(self.driver.records)
+
+    async def states(self) -> tuple[set[str], str]:
+        """(states of its moves, of the plan), as a document has them."""
+        asked = pb.ExplainPlanRequest(plan_id=self.run.plan_id)
+        plan = plan_document(await explain_plan_view(self.sight, asked), priced=True)["plan"]
+        assert len(plan["moves"]) == len(self.run.plan.moves) > 1
+        return {move["state"] for move in plan["moves"]}, plan["state"]
+
+
+@pytest.mark.asyncio
+async def test_moves_of_a_plan_under_way_stand_as_their_steps_do(sight: Sight) -> None:
+    long = Long(sight)
+    first = long.run.plan.moves[0].move_id
+    add, remove = [s for s in long.run.steps.values() if s.step.move_id == first]
+    assert await long.states() == ({"running"}, "running")
+    for one in long.run.steps.values():
+        one.state = "planned"
+    assert await long.states() == ({"planned"}, "running")
+    add.state = "copying"
+    assert await long.states() == ({"planned", "running"}, "running")
+    add.state, remove.state = "aborted", "listed"
+    assert await long.states() == ({"planned", "aborted"}, "running")
+    add.state, remove.state = "listed", "released"
+    assert await long.states() == ({"planned", "done"}, "running")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("records_kept", [99, 1])
+async def test_a_plan_that_has_ended_well_did_all_its_moves(
+    sight: Sight, records_kept: int
+) -> None:
+    long = Long(sight, records_kept)
+    long.end(well=True)
+    assert await long.states() == ({"done"}, "done")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("records_kept", "states"),
+    [
+        (99, ({"aborted"}, "aborted")),
+        (1, ({"unknown"}, "aborted")),
+        (0, ({"unknown"}, "unknown")),
+    ],
+    ids=["all_records", "the_last_record", "no_record"],
+)
+async def test_what_nothing_tells_of_is_unknown(
+    sight: Sight, records_kept: int, states: tuple[set[str], str]
+) -> None:
+    long = Long(sight, records_kept)
+    long.end(well=False)
+    assert await long.states() == states
