@@ -38,30 +38,11 @@ PAINTED = "new Promise((ok) => requestAnimationFrame(() => requestAnimationFrame
 SPOKEN = "document.querySelector('[data-figure=spoken]').textContent"
 
 
-class Rig:
-    """Fake controller, page, tab."""
+class Page:
+    """A tab that shows the page, and what a person does there."""
 
-    def __init__(self, service: FakePlacementService, tab: Tab, url: str, server: Any) -> None:
-        self.service, self.tab, self.url, self.server = service, tab, url, server
-        self.expected: set[str] = set()
-        """Parts of errors that the browser may report: answers of the API that are refusals."""
-
-    async def window(self) -> None:
-        """Close a window and wait until it is painted."""
-        self.service.close_window()
-        shown = f"Number(document.documentElement.dataset.window) === {self.service.window}"
-        no_map = "document.querySelector('.map canvas') === null"
-        await self.tab.until(f"{shown} && ({no_map} || {DRAWN} === {self.service.window})")
-        await self.tab.ask(PAINTED)
-
-    async def come_alive(self, timeout_s: float = 60.0) -> None:
-        """Close windows until the page shows one as live."""
-        async with asyncio.timeout(timeout_s):
-            while True:
-                self.service.close_window()
-                with contextlib.suppress(PageError):
-                    await self.tab.until(f"{WORTH} === 'live' && {SEEN}", 0.5)
-                    return
+    def __init__(self, tab: Tab, url: str) -> None:
+        self.tab, self.url = tab, url
 
     async def text(self, selector: str) -> str:
         """What a person reads there, "" where there is no such thing."""
@@ -92,6 +73,33 @@ class Rig:
         async with aiohttp.ClientSession() as session, session.get(self.url + path) as answer:
             assert answer.status == 200, await answer.text()
             return await answer.json()
+
+
+class Rig(Page):
+    """Fake controller, page, tab."""
+
+    def __init__(self, service: FakePlacementService, tab: Tab, url: str, server: Any) -> None:
+        super().__init__(tab, url)
+        self.service, self.server = service, server
+        self.expected: set[str] = set()
+        """Parts of errors that the browser may report: answers of the API that are refusals."""
+
+    async def window(self) -> None:
+        """Close a window and wait until it is painted."""
+        self.service.close_window()
+        shown = f"Number(document.documentElement.dataset.window) === {self.service.window}"
+        no_map = "document.querySelector('.map canvas') === null"
+        await self.tab.until(f"{shown} && ({no_map} || {DRAWN} === {self.service.window})")
+        await self.tab.ask(PAINTED)
+
+    async def come_alive(self, timeout_s: float = 60.0) -> None:
+        """Close windows until the page shows one as live."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                self.service.close_window()
+                with contextlib.suppress(PageError):
+                    await self.tab.until(f"{WORTH} === 'live' && {SEEN}", 0.5)
+                    return
 
 
 # Views without the map are alive once they have figures.
