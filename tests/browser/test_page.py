@@ -39,8 +39,8 @@ async def test_heat_changes_with_the_traffic_and_moves_show_their_reason() -> No
         await r.window()
         await r.tab.until("document.querySelector('.moves tbody tr:last-child .s-done') !== null")
         await r.tab.until(
-            "[...document.querySelectorAll('.figure')].map((f) => f.innerText)"
-            f".some((text) => text.includes('1 · {epoch + 1}'))"
+            "document.querySelector('[data-figure=epoch]').innerText"
+            f" === 'term 1 · epoch {epoch + 1}'"
         )
         await r.tab.until("document.querySelector('.timeline .cell b') !== null")
 

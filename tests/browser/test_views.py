@@ -247,6 +247,20 @@ async def test_a_plan_is_shown_before_and_after_with_its_moves() -> None:
         await r.tab.until("document.querySelector('.plan').innerText.includes('+3.10%')")
 
 
+async def test_no_reason_of_a_plans_moves_is_cut_off() -> None:
+    async with rig(size=(1400, 1000)) as r:
+        moves = r.service.begin_plan()
+        for move in moves:
+            move.cross_node = True
+            move.room.append(pb.Removed(layer=0, expert=25, rank=3))
+        r.service.tell()
+        await r.go(f"#view=plan&plan={moves[0].plan_id}")
+        table = "document.querySelector('[data-figure=plan-moves]')"
+        await r.tab.until(f"{table}?.innerText.includes('cross-node in place of L0 E25')")
+        around = f"{table}.parentElement"
+        assert await r.tab.ask(f"{around}.scrollWidth - {around}.clientWidth") == 0
+
+
 async def test_moves_are_filtered_by_state() -> None:
     async with rig(fragment="#view=moves") as r:
         r.service.begin_plan()

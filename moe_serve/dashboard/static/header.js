@@ -91,7 +91,8 @@ export function Header() {
     <div class="brand">
       <img src="/static/icon.svg" alt="" width="30" height="30"/>
       <div><h1>${p?.model || "moe_serve"}</h1>${p?.simulated && html`<span class="tag" title="Expert GEMM times come from the cost model, not from a device">simulated</span>`}${p?.accepts_insecure && html`<span class="tag bad" title="Calls without a token are accepted">insecure</span>`}
-      <p>${p ? `${p.layers} layers × ${p.experts} experts · top-${p.top_k} · policy ${p.policy || "–"}` : "no placement yet"}</p></div>
+      <p>${p ? `${p.layers} layers × ${p.experts} experts · top-${p.top_k} · policy ${p.policy || "–"}` : "no placement yet"}</p>
+      ${p && html`<p data-figure="epoch" title="The controller's number · number of the routing table">term ${p.term} · epoch ${p.epoch}</p>`}</div>
     </div>
     <dl class="figures">
       <${Figure} wide name="Imbalance" title=${`Sum over layers of the busiest rank / sum of the mean over ranks, minus 1. 0 is even.${frame.value ? ` Balancedness ${frame.value.balancedness.toFixed(3)}.` : ""}`}><${Imbalance}/><//>
@@ -100,7 +101,6 @@ export function Header() {
       <${Figure} name="Demand" title="Tokens × top-k that routers accepted in the newest window"><${Rate}/><//>
       <${Figure} name="Moves done" title=${done}><b>${total}</b> <small aria-label=${done}>${byKind}</small><//>
       <${Figure} name="Ranks" title="Ranks that are up, of all"><b>${p ? up : "–"}</b>${p && html` <small>of ${p.ranks.filter((/** @type {any} */ r) => r.state !== "removed").length} up</small>`}<//>
-      <${Figure} name="Term · epoch" title="The controller's number · number of the routing table"><b>${p ? `${p.term} · ${p.epoch}` : "–"}</b><//>
     </dl>
     <span hidden data-moving=${moving.value.length}></span>
   </header>`;

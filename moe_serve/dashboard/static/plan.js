@@ -128,7 +128,7 @@ function Body(/** @type {any} */ { doc }) {
     ${shown === "computed" && html`<p class="notice">Computed only: nothing has moved.${session.value.operator ? html` <button type="button" class="act" onClick=${() => apply(doc)}>Apply this plan</button>` : ""}</p>`}
     ${drawn ? html`<div class="sides"><${Replicas} name="Before" replicas=${was} layers=${layers} experts=${experts}/><${Replicas} name="After" replicas=${is} other=${was} layers=${layers} experts=${experts}/></div>`
       : html`<p class="none">This page did not see the placement before this plan: its moves are all there is to show.</p>`}
-    <div class="pair even"><div><h3>Moves</h3><div class="scroll"><table data-figure="plan-moves"><${MoveHead} timed=${false}/><tbody><${MoveRows} all=${p.moves} timed=${false}/></tbody></table></div></div>
+    <div class="pair moved"><div><h3>Moves</h3><div class="scroll"><table data-figure="plan-moves"><${MoveHead} timed=${false}/><tbody><${MoveRows} all=${p.moves} timed=${false}/></tbody></table></div></div>
       <div><h3>Ranks</h3><${RankSlots} doc=${doc}/>
         ${p.refused?.length > 0 && html`<h3>Looked at and left</h3><ul class="plain">${p.refused.map((/** @type {string} */ text) => html`<li>${text}</li>`)}</ul>`}</div></div>
     ${(doc.records ?? p.records)?.length > 0 && html`<h3>Decisions about it</h3><div class="scroll"><table><${DecisionHead}/><tbody><${DecisionRows} all=${doc.records ?? p.records}/></tbody></table></div>`}`;
