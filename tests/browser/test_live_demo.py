@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from moe_serve.demo.prompts import SCHEDULE
 from moe_serve.explain import Kind
 from tests.browser.cdp import Tab, browser_tab
 from tests.browser.rig import DRAWN, MARKS, PIXELS, PROGRAM, SPOKEN, WORTH
@@ -27,8 +29,8 @@ SECONDS = 48
 """Two rounds through eight domains of three seconds each; the browser looks at most of one."""
 START_S = 240.0
 WATCH_S = 8.0
-HALF_S = 0.75
-"""Text this near to a window is what was written in it."""
+REPORT_LAG_S = 0.3
+"""What routers counted so long before a window may be in it."""
 ON_ITS_WAY = {"planned", "running"}
 ORDER = ("planned", "running", "done", "aborted", "dropped")
 pytestmark = [*MARKS, pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -36,12 +38,13 @@ pytestmark = [*MARKS, pytest.mark.integration, pytest.mark.slow, pytest.mark.tim
 
 @dataclass
 class Watched:
-    """Everything seen. domains: (domain, loop seconds at which its text was written); frames: load
-    [layers, experts] by window with the loop seconds at which it was read; pictures: one number a
-    window that was drawn; told: moves in the order in which the page's stream brought them."""
+    """Everything seen. domains: (domain, date at which its text came), a text comes when the last
+    of its tokens is computed; frames: (date of its end, its length in seconds, load [layers,
+    experts]) by window; pictures: one number a window that was drawn; told: moves in the order in
+    which the page's stream brought them. Dates are seconds of the Unix epoch."""
 
     domains: list[tuple[str, float]] = field(default_factory=list)
-    frames: dict[int, tuple[float, NDArray[np.float64]]] = field(default_factory=dict)
+    frames: dict[int, tuple[float, float, NDArray[np.float64]]] = field(default_factory=dict)
     pictures: dict[int, int] = field(default_factory=dict)
     moves: list[dict[str, Any]] = field(default_factory=list)
     told: list[dict[str, Any]] = field(default_factory=list)
@@ -90,9 +93,9 @@ class Demo:
             self.lines.append(line)
             if found := re.search(r"page: (http\S+)", line):
                 self.url.set_result(found[1])
-            if found := re.match(r" *([A-Za-z]+) .*\S", line):
-                now_s = asyncio.get_running_loop().time()
-                self._seen.domains.append((found[1], now_s))
+            found = re.match(r" *([A-Za-z]+) .*\S", line)
+            if found and found[1] in SCHEDULE:
+                self._seen.domains.append((found[1], datetime.now(UTC).timestamp()))
         if not self.url.done():
             self.url.set_exception(AssertionError("\n".join(self.lines[-20:])))
 
@@ -118,11 +121,11 @@ async def demo(shell: Shell, seen: Watched) -> AsyncIterator[Demo]:
 
 async def watch(tab: Tab, seen: Watched, until: asyncio.Event) -> None:
     """Note frames, pictures and moves until told otherwise."""
-    loop = asyncio.get_running_loop()
     while not until.is_set():
         doc = await tab.ask("fetch('/api/v1/frame').then((a) => a.ok ? a.json() : null)")
         if doc:
-            seen.frames.setdefault(doc["window"], (loop.time(), load_of(doc)))
+            known = (doc["wall_s"], doc["end_s"] - doc["start_s"], load_of(doc))
+            seen.frames.setdefault(doc["window"], known)
         drawn, picture, again = await tab.ask(
             f"(() => [{DRAWN}, {PIXELS}, {DRAWN}])().map((x) => x ?? 0)"
         )
@@ -190,12 +193,24 @@ def steps_of(told: list[dict[str, Any]]) -> dict[tuple[str, int], list[str]]:
     return found
 
 
+def domains_of(seen: Watched, start_s: float, end_s: float) -> set[str]:
+    """Domains of the texts of which tokens were computed between two dates: of those that came
+    then, and of the one after them, which was being written at the end."""
+    found: set[str] = set()
+    for name, came_s in seen.domains:
+        if came_s > start_s:
+            found.add(name)
+        if came_s > end_s:
+            return found
+    return set()  # what was being written then has not come
+
+
 def likeness(seen: Watched) -> tuple[list[float], list[float], int]:
     """Cosines of the load of two windows in which the same domain was written, of two in which
     different ones were, and how many domains were met."""
     found = []
-    for at_s, load in seen.frames.values():
-        names = {name for name, told_s in seen.domains if abs(told_s - at_s) < HALF_S}
+    for end_s, window_s, load in seen.frames.values():
+        names = domains_of(seen, end_s - window_s - REPORT_LAG_S, end_s)
         if len(names) == 1 and load.any():  # a window without tokens is like none
             found.append((names.pop(), load.ravel() / np.linalg.norm(load)))
     same: list[float] = []
@@ -248,7 +263,7 @@ async def test_heat_follows_the_text_and_experts_move_before_the_eyes(tmp_path: 
     assert alike > unlike, "the heat of a domain is its own"
     drawn = set(seen.pictures) & set(seen.frames)
     assert len(drawn) >= 3
-    heats = {seen.frames[window][1].tobytes() for window in drawn}
+    heats = {seen.frames[window][2].tobytes() for window in drawn}
     pictures = {seen.pictures[window] for window in drawn}
     assert len(pictures) >= len(heats) >= 3, "each heat is another picture"
     # A move with its reason, first on its way and then done, as the API has it too.
