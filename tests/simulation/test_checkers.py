@@ -201,10 +201,15 @@ def release_last(silence_s=5.0):
     return ReleaseLast(silence_s=silence_s, drain_wait_s=1.0)
 
 
-def unlisted(*, told):
+NO_TABLE = {"applied": 0, "quiesced": 0, "term": -1}
+"""What a router tells before it has its first table."""
+
+
+def unlisted(*, told=None, **fields):
     """Key 0 leaves the table at 1 s, by a plan whose removals wait 1 s; a router told this."""
     tale = story().began().plan().table(1).table(2, FULL[1:], at_s=1.0)
-    return tale.written("planned", "unlisted", kind="remove").told(*told, at_s=1.0)
+    told = fields or dict(zip(("applied", "quiesced"), told, strict=True))
+    return tale.written("planned", "unlisted", kind="remove").told(**told, at_s=1.0)
 
 
 BROKEN = [
@@ -296,6 +301,11 @@ BROKEN = [
         lambda: release_last(silence_s=0.5),
         unlisted(told=(1, 1)).told(2, 1, at_s=1.4).release(at_s=1.6),
         "I7.*0.600 s after epoch 2.*router0",
+    ),
+    (
+        release_last,
+        unlisted(**NO_TABLE).installed(1).release(at_s=1.1),
+        "I7.*0.100 s after epoch 2.*router0",
     ),
     # another controller's epochs say nothing of this one's tables
     (
@@ -409,6 +419,9 @@ FINE = [
         unlisted(told=(1, 1)).told(2, 1, at_s=1.5, heard=False).release(at_s=1.6),
     ),
     (release_last, unlisted(told=(1, 1)).installed(2).release(at_s=2.1)),
+    # a router that has no table yet uses nothing, also once it has one without the replica
+    (release_last, unlisted(**NO_TABLE).release(at_s=1.1)),
+    (release_last, unlisted(**NO_TABLE).installed(2).release(at_s=1.1)),
     (
         release_last,
         unlisted(told=(1, 1)).tell(h.WaitsShortened, BOSS, 1.5, wait_s=0.2).release(at_s=1.7),

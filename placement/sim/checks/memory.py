@@ -60,6 +60,10 @@ class Memory:
         """See `Checker`."""
 
 
+NO_TABLE = -1
+"""Term that a router tells before it has its first table."""
+
+
 class ReleaseLast:
     """I7: a slot is freed only when no table lists it and nothing reads it; and its release is
     asked for only when every router that is waited for uses a table without it and has nothing
@@ -67,8 +71,8 @@ class ReleaseLast:
 
     drain_wait_s: the longest of each of the two waits. A router of which the controller
     has heard nothing for `silence_s`, or that has not said for so long that it uses the newest
-    table, is waited for no more. slack_s: by so much the controller's waits may begin before the
-    facts that begin them are noted.
+    table, is waited for no more; nor is one that has no table yet, and uses nothing. slack_s: by so
+    much the controller's waits may begin before the facts that begin them are noted.
     """
 
     def __init__(self, *, silence_s: float, drain_wait_s: float, slack_s: float = 1e-9) -> None:
@@ -81,7 +85,9 @@ class ReleaseLast:
         self._listed: frozenset[Place] = frozenset()
         self._unlisted: dict[Place, tuple[Order, float]] = {}
         self._told: dict[str, tuple[Order, Order]] = {}
-        """Router -> what it uses, and below which it has nothing in flight."""
+        """Router -> what it uses, and below which it has nothing in flight. Not those without a
+        table."""
+        self._without: set[str] = set()
         self._heard_at_s: dict[str, float] = {}
         self._behind_since_s: dict[str, float] = {}
         self._wait_s: dict[str, float] = {}
@@ -110,6 +116,7 @@ class ReleaseLast:
     def _died(self, fact: Died) -> None:
         self._told.pop(fact.who, None)
         self._behind_since_s.pop(fact.who, None)
+        self._without.discard(fact.who)
 
     def _published(self, fact: TablePublished) -> None:
         if fact.term < self._term:
@@ -126,6 +133,9 @@ class ReleaseLast:
         self._newest = (fact.term, fact.epoch)
 
     def _router_told(self, fact: RouterTold) -> None:
+        if fact.term == NO_TABLE:
+            self._without.add(fact.who)
+            return
         self._told[fact.who] = ((fact.term, fact.applied), (fact.term, fact.quiesced))
         if (fact.term, fact.applied) >= self._newest:
             self._behind_since_s.pop(fact.who, None)
@@ -136,7 +146,10 @@ class ReleaseLast:
 
     def _installed(self, fact: TableInstalled) -> None:
         """A router uses the table from now on, and says so as it takes it."""
-        if fact.who in self._told:
+        if fact.who in self._without:
+            self._without.remove(fact.who)
+            self._told[fact.who] = ((fact.term, fact.epoch), (fact.term, fact.epoch))
+        elif fact.who in self._told:
             applied, quiesced = self._told[fact.who]
             self._told[fact.who] = (max(applied, (fact.term, fact.epoch)), quiesced)
 
