@@ -20,7 +20,7 @@ from placement.messages.events import AnyEvent
 from placement.messages.history import Began, DemandUnsure, Died
 from placement.roles.router_records import RouterRules
 from placement.sim.controller import SimController
-from placement.sim.journal import Image, Record, SimJournal
+from placement.sim.journal import Image, JournalFull, Record, SimJournal
 from placement.sim.network import Part
 from placement.sim.router import SimRouter
 from placement.sim.shard import SimShard
@@ -106,7 +106,12 @@ class Fleet:
         self.controllers.append(controller)
         stage.note(Began, controller.who, term=term, place="controller")
         controller.facts.recovered(journal=image.snapshot is not None, torn=image.torn)
-        self.journal.write(term, Record(snapshot=engine.snapshot()), engine.state.epoch)
+        try:
+            self.journal.write(term, Record(snapshot=engine.snapshot()), engine.state.epoch)
+        except JournalFull:
+            stage.coverage.refused("journal.full")
+            controller.end("fault")  # it refuses to begin; the cluster tries again
+            return
         until_s = clock.now_s + DESCRIBE_S
         self._meet(controller, sorted(stage.shards), list(self.router_names), until_s)
 
@@ -238,7 +243,7 @@ class Fleet:
         boss.after(self.stage.dice.around(self.stage.delays.network_s), end)
 
     def _make(self, boss: SimController, rank: int) -> None:
-        if rank in boss.liaison.shards or _removed(boss, rank):
+        if rank in boss.liaison.shards or _removed(boss, rank) or self._taken_over(boss):
             return
         old = self.stage.shards.get(rank)
         if old is not None and old.alive:
@@ -267,10 +272,7 @@ class Fleet:
         boss.liaison.drop_router(name)
 
         def make() -> None:
-            if name in boss.liaison.routers:
-                return
-            if self._claimed > boss.term:  # another controller took over meanwhile
-                boss.fenced()
+            if name in boss.liaison.routers or self._taken_over(boss):
                 return
             old = self.stage.routers.get(name)
             if old is not None and old.alive:
@@ -282,6 +284,14 @@ class Fleet:
             boss.liaison.welcome_router(router)
 
         boss.after(self.stage.dice.around(self.stage.delays.start_s), make)
+
+    def _taken_over(self, boss: SimController) -> bool:
+        """Whether another controller took over, whose parts a part made now would not belong to;
+        then `boss` ends."""
+        if self._claimed <= boss.term:
+            return False
+        boss.fenced()
+        return True
 
     def kill(self, part: SimShard | SimRouter, cause: str) -> None:
         """End a shard or router, now. Routers notice a broken connection."""

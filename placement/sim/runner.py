@@ -73,14 +73,13 @@ def replay_command(seed: int) -> str:
 def run(seed: int, *, elastic: bool = False) -> Outcome:
     """Live through a seed and check everything. elastic: ranks are also removed, added again and
     replaced (`PeopleHarm`). Whatever goes wrong, an InvariantBroken of the
-    checkers or an assertion of production code, is raised as InvariantBroken that names the seed
-    and the command that replays it."""
+    checkers, an assertion of production code or any other error, is raised as InvariantBroken that
+    names the seed and the command that replays it."""
     try:
         return _run(seed, elastic)
-    except AssertionError as broken:
-        raise InvariantBroken(
-            f"{str(broken) or type(broken).__name__} [seed {seed}; replay: {replay_command(seed)}]"
-        ) from broken
+    except Exception as broken:
+        said = str(broken) if isinstance(broken, InvariantBroken) else repr(broken)
+        raise InvariantBroken(f"{said} [seed {seed}; replay: {replay_command(seed)}]") from broken
 
 
 def _run(seed: int, elastic: bool) -> Outcome:
