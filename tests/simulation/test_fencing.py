@@ -4,6 +4,7 @@ import pytest
 
 from placement.messages import events as ev
 from placement.messages import history as h
+from placement.messages.effects import ReplaceRank
 from placement.roles.shard import TermRefused
 from placement.sim.checks import InvariantBroken, check_facts
 from tests.simulation.test_checkers import FULL, release_last, story
@@ -62,6 +63,24 @@ def test_a_controller_waits_for_a_router_that_stands_still_as_it_begins():
     settle(world)
     assert world.stage.routers[name] is boss.liaison.routers[name].part is router
     assert router.role.table.order == (boss.term, boss.engine.state.epoch)
+
+
+def test_a_controller_that_was_followed_makes_no_shard():
+    """No part tells the old one of the new one: it learns it where it makes something."""
+    world = settled_quiet()
+    fleet, old = world.fleet, world.fleet.controller
+    old.deaf = True
+    fleet.begin_controller(journal=False)
+    new = fleet.controller
+    assert new.term > old.term
+    shard = world.stage.shards[0]
+    fleet.replace_rank(old, ReplaceRank(rank=0, lost_incarnation=shard.life))
+    go_on(world, 2.0)
+    assert ends(world, old) == ["fenced"]
+    assert world.stage.shards[0] is shard
+    assert shard.alive
+    settle(world)
+    assert fleet.controller is new
 
 
 # -- the checker of I7 ---------------------------------------------------------------------------

@@ -64,6 +64,23 @@ def test_a_service_that_was_paused_before_its_disk_was_full_stays_paused():
     assert not boss.engine.state.paused
 
 
+def test_a_controller_that_begins_on_a_full_disk_refuses_and_begins_once_there_is_room():
+    world = settled_quiet()
+    (first,) = world.fleet.controllers
+    world.fleet.journal.full = True
+    first.end("fault")
+    go_on(world, 5.0)
+    tried = world.fleet.controllers[1:]
+    assert tried
+    assert world.fleet.controller is None
+    assert all(ends(world, one) == ["fault"] for one in tried)
+    assert world.stage.coverage.refusals["journal.full"] == len(tried)
+    world.fleet.journal.full = False
+    go_on(world, 5.0)
+    settle(world)
+    assert world.fleet.controller.term > tried[-1].term
+
+
 def test_what_waited_for_room_is_not_written_once_the_journal_is_anothers():
     world = settled_quiet()
     (old,) = world.fleet.controllers

@@ -83,6 +83,15 @@ def test_a_failure_names_its_seed_and_how_to_replay_it(monkeypatch):
     assert replay_command(7) == "make sim SEEDS=1 FIRST_SEED=7"
 
 
+def test_an_error_that_nobody_foresaw_names_its_seed_too(monkeypatch):
+    def broken(self, fact):
+        raise KeyError("on purpose")
+
+    monkeypatch.setattr(Memory, "_used", broken)
+    with pytest.raises(InvariantBroken, match=r"KeyError\('on purpose'\) \[seed 1; replay"):
+        run(1)
+
+
 def test_a_service_that_does_not_heal_is_a_failure(monkeypatch):
     # All else heals within HEAL_S: then a balance that no layout has is what is named.
     monkeypatch.setattr(runner, "BALANCE_SLACK", -1.0)
